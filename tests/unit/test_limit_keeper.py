@@ -36,9 +36,10 @@ class Leader:
     @property
     def limit(self) -> int:
         """The limit in force, of the stage prefill if the endpoint only prefills."""
-        return self.store.found[A if self.decodes else PREFILL + A].limit
+        found = self.store.found.get(A if self.decodes else PREFILL + A)
+        return 0 if found is None else found.limit
 
-    async def look(self, after_s: float = 1.0) -> int:
+    async def look(self, after_s: float = 1.0, *, leads: bool = True) -> int:
         """Look `after_s` seconds after the last look. Returns the limit that is then in force."""
         self.now_s += after_s
         metrics = EndpointMetrics(0, waiting=self.waiting, running=self.limit)
@@ -49,10 +50,11 @@ class Leader:
             now_us=int(self.now_s * 1e6),
             queued=9,
             in_flight={A: self.limit},
+            limits={A: self.limit},
             prefill_in_flight={A: prefill_limit},
         )
         snapshot = Snapshot("1", (Endpoint(A, prefills=self.prefills, decodes=self.decodes),))
-        await self._keeper.look(pool, snapshot, leads=True)
+        await self._keeper.look(pool, snapshot, leads=leads)
         return self.limit
 
 
@@ -114,3 +116,20 @@ async def test_a_leader_continues_from_limits_in_redis(away_s: float, connection
     leader.store.found = storing(stored).found
     leader.store.connection_epoch += connections
     assert await leader.look(away_s) == 2 * stored
+
+
+async def test_a_leader_goes_on_from_limits_that_another_replica_stored_as_redis_was_rebuilt() -> None:
+    leader = Leader(storing(8))
+    assert await leader.look() == 16
+    leader.store.found = storing(
+        4
+    ).found  # Redis took the other replica for the leader, until this one reported
+    assert await leader.look() == 8
+
+
+async def test_a_replica_that_leads_once_redis_has_lost_the_limits_goes_on_from_those_it_saw() -> None:
+    replica = Leader(storing(32))
+    await replica.look(leads=False)
+    replica.store.found = {}
+    assert await replica.look() == 32
+    assert await replica.look() == 64

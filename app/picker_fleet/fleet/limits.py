@@ -47,8 +47,10 @@ class LimitKeeper:
         # The controller of each stage; empty if the limits are unknown or another replica leads.
         self._controllers: dict[str, LimitController] = {}
         self._stored: Mapping[str, FoundLimit] = {}  # the limits in Redis, as far as this replica knows
+        self._followed: Mapping[str, FoundLimit] = {}  # the limits in force when another replica last led
         self._epoch_us = 0  # the epoch of the pool that has these limits
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
+        self._settled_s = 0.0  # from then on no other replica takes itself for the leader
         self._dispatched = 0  # grants so far, at the last look
 
     async def look(self, pool: PoolState, snapshot: Snapshot, *, leads: bool) -> None:
@@ -60,6 +62,13 @@ class LimitKeeper:
         bounds = self._fleet.config.settings.request_queue_controller
         if not (leads and bounds.is_adaptive):
             self._controllers = {}
+            if bounds.is_adaptive:
+                reason, changed_ms = "as before the leader changed", pool.now_us // 1000
+                prefills = {PREFILL + address: limit for address, limit in pool.prefill_limits.items()}
+                self._followed = {
+                    name: FoundLimit(limit, reason, changed_ms, unit=bounds.unit)
+                    for name, limit in {**pool.limits, **prefills}.items()
+                }
             return
         if pool.paused or not snapshot.endpoints:
             return
@@ -69,14 +78,14 @@ class LimitKeeper:
             "initial": bounds.initial_limit,
         }
         now_s = self._clock()
-        if not self._knows_the_limits(now_s):
+        if not self._knows_the_limits(pool, now_s):
             found = await self._store.found_limits()
             if not self._controllers or (found and found != self._stored):
                 # A rolling restart may have changed the unit.
                 usable = {name: each for name, each in found.items() if each.unit == bounds.unit}
                 self._controllers = {stage: LimitController(**configured) for stage in _STAGES}
                 for stage, controller in self._controllers.items():
-                    self._resume(controller, _of_stage(stage, usable), pool.now_us, now_s)
+                    self._resume(controller, _of_stage(stage, usable or self._followed), pool.now_us, now_s)
                 self._dispatched = pool.dispatched_total
             self._stored = found
         self._connection, self._looked_s = self._store.connection_epoch, now_s
@@ -130,12 +139,14 @@ class LimitKeeper:
         )
         return lambda address, limit: promise(address, limit / observed[address].mean_request)
 
-    def _knows_the_limits(self, now_s: float) -> bool:
+    def _knows_the_limits(self, pool: PoolState, now_s: float) -> bool:
         """Whether Redis still has the limits that this replica stored last. After a while another replica may
-        have led, and after a reconnection the server may be another primary, which lacks the last writes."""
+        have led, and after a reconnection the server may be another primary, which lacks the last writes. A
+        Redis that lost its state takes each replica for the leader until the others have reported."""
         silence_s = self._fleet.config.settings.leases.replica_silence
-        is_recent = now_s - self._looked_s < silence_s
-        return bool(self._controllers) and is_recent and self._connection == self._store.connection_epoch
+        if self._connection != self._store.connection_epoch or pool.born_us != self._epoch_us:
+            self._settled_s = now_s + silence_s
+        return bool(self._controllers) and now_s - self._looked_s < silence_s and now_s >= self._settled_s
 
     def _found(self, name: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
         """The state of the limit `name` for a new leader."""
