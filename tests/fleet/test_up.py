@@ -168,6 +168,14 @@ def test_prefill_must_leave_an_endpoint_that_decodes(capsys: pytest.CaptureFixtu
     assert "--prefill 2 leaves none of --endpoints 2 to decode" in capsys.readouterr().err
 
 
+def test_a_state_file_that_cannot_be_written_is_refused_before_a_part_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path, tmp_path / "absent" / "state.json"):
+        assert cli.main(["up", "--state-file", str(path)]) == 2
+        assert capsys.readouterr().err == f"--state-file {path}: no file can be written there\n"
+
+
 async def test_sigterm_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, unaudited="Valkey ends with the fleet", spawned=True)
     children = own.children()

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.prefill and args.prefill >= args.endpoints:
         raise ConfigError(f"--prefill {args.prefill} leaves none of --endpoints {args.endpoints} to decode")
+    if (state := args.state_file) is not None and (state.is_dir() or not os.access(state.parent, os.W_OK)):
+        raise ConfigError(f"--state-file {state}: no file can be written there")
     options = UpOptions(
         replicas=args.replicas,
         endpoints=args.endpoints,
