@@ -241,6 +241,7 @@ FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
     "a client that left": (200, WHOLE, "downstream_connection_termination", None, ""),
     "an error in the answer": (200, WHOLE, "", with_error(), "error in 200"),
     "an error of the client in the answer": (200, WHOLE, "", with_error(400), ""),
+    "a client's fault, explained without a code": (400, WHOLE, "", with_error(), ""),
     "an error of the server in the answer": (200, WHOLE, "", with_error(503), "error in 200"),
 }
 

@@ -513,6 +513,7 @@ SAID = {
     "an answer whose text is an error": (200, b'{"choices": [{"text": "{\\"error\\": {}}"}]}', "", ""),
     "an error in a 200": (200, ERROR, "", "error in 200"),
     "a client error in a 200": (200, ERROR.replace(b"500", b"400"), "", ""),
+    "a client's fault": (422, b'{"error": "too long", "error_type": "validation"}', "", ""),
     "an empty answer": (200, b"", "", "empty"),
     "an error status": (503, ERROR, "", "503"),
     "a full endpoint": (429, ERROR, "", "full"),

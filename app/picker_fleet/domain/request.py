@@ -207,7 +207,7 @@ def largest_claim(share: float, bound: float) -> float:
 _STREAM = "text/event-stream"
 _REDIRECTS = range(300, 400)  # HTTP statuses that no working model server sends
 _EMPTY_STREAM_BYTES = 16  # longest stream without an answer, for example only `data: [DONE]`
-_LONGEST_HOLD_S = 3600.0
+_LONGEST_HOLD_S = 60.0
 ERROR_IN_200: Final = "error in 200"
 
 
@@ -221,14 +221,14 @@ def fault_of(status: int, body_bytes: int | None = None, error: bool = False, co
         return FULL
     if status >= 500 or status in _REDIRECTS:
         return str(status)
-    if error:
+    if error and status < 300:
         return ERROR_IN_200
     least = _EMPTY_STREAM_BYTES if content_type.startswith(_STREAM) else 0
     return "empty" if status == 200 and body_bytes is not None and body_bytes <= least else ""
 
 
 def hold_of(retry_after: str) -> float:
-    """Seconds of a `retry-after` header, at most an hour; 0 if it is empty or a date."""
+    """Seconds of a `retry-after` header, at most a minute; 0 if it is empty or a date."""
     text = retry_after.strip()
     return min(float(text), _LONGEST_HOLD_S) if text.isascii() and text.isdecimal() else 0.0
 
