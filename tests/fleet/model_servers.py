@@ -170,6 +170,11 @@ FAILURES: Mapping[str, Failure] = {
     "error in a stream": Failure(_STREAM + _chunk(b"data: " + _ERROR) + _LAST_CHUNK, cuts=True),
     "empty stream": Failure(_STREAM + _LAST_CHUNK, cuts=True),
     "empty answer": Failure(http_answer(b""), cuts=True),
+    "no content": Failure(http_answer(b"", 204), cuts=True),
+    "a web page": Failure(http_answer(b"<html>welcome</html>" * 50, kind="text/html"), health=200, cuts=True),
+    "an error as text in 200": Failure(http_answer(b'{"error": "out of memory"}'), health=200, cuts=True),
+    "half an answer": Failure(http_answer(COMPLETION[:40]), health=200, cuts=True),
+    "404": Failure(http_answer(_ERROR, 404), health=200, cuts=True),
 }
 HANGS = Failure(b"", hangs=True, health=200)
 

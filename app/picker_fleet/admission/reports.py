@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from picker_fleet.admission.ledger import Entry, Ledger
 from picker_fleet.domain.request import Alive, Completion, Fault
 from picker_fleet.endpoints.snapshot import SnapshotCell
+from picker_fleet.scheduling.answer_comparison import FAILING, ODD, AnswerComparison
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import FaultReply, SettleReply, SuspicionReply, TombstoneReply
@@ -64,11 +65,15 @@ class Reports:
         self._endpoints, self._chooser = endpoints, chooser
         self._counts_tokens, self._are_places_awaited = counts_tokens, are_places_awaited
         self._has_tenants, self._record_usage, self._traces = has_tenants, record_usage, traces
+        self._answers = AnswerComparison()
 
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
         """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
         the request was never placed."""
-        self.note_end(completion, token)
+        odd = self._answers.add(completion, token) if token else 0
+        compared = completion._replace(fault=ODD) if odd else completion
+        self.note_end(compared if odd >= FAILING else completion, token)
+        completion = compared
         answered = partial(self._on_answered_end, completion, token, entry)
         self._tell_end(completion, token).add_done_callback(answered)
 

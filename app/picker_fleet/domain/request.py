@@ -144,7 +144,8 @@ class Completion(NamedTuple):
     set if the request waited. `fault` and `hold_s` describe a bad answer of the serving endpoint, as in
     `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known. `ttft_s` is the
     time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
-    `cached_tokens` are the prompt's tokens that the endpoint had in a cache.
+    `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's, and
+    `content_type` and `body_bytes` describe the answer's body.
     """
 
     id: str
@@ -165,6 +166,9 @@ class Completion(NamedTuple):
     passed_over: str = ""
     ttft_s: float | None = None
     cached_tokens: int | None = None
+    path: str = ""
+    content_type: str = ""
+    body_bytes: int = 0
 
     @property
     def answered(self) -> bool:

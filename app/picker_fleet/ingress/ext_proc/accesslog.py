@@ -235,15 +235,17 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     outcome, fault = _outcome(flags, status), ""
     has_usage = prompt_tokens is not None or completion_tokens is not None
     is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
+    body_bytes = entry.response.response_body_bytes
+    content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
     if served and not is_well and outcome is not Outcome.CLIENT_GONE and not failed:
-        size = None if has_usage else entry.response.response_body_bytes
-        content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
+        size = None if has_usage else body_bytes
         fault = _fault(flags, status, size, _tells_error(usage), content_type)
     # Positional arguments: keyword arguments take three times as long.
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
         _ttft_s(common.custom_tags.get(TTFT_TAG, "")), cached_tokens,
+        entry.request.path, content_type, body_bytes,
     )  # fmt: skip
 
 

@@ -525,12 +525,12 @@ class Response:
             return
         ended_s = self._clock()
         prompt_tokens, completion_tokens, cached_tokens = self._usage.tokens()
-        fault = ""
+        fault, content_type = "", self._content_type.decode(errors="replace")
         has_usage = prompt_tokens is not None or completion_tokens is not None
         if outcome is Outcome.COMPLETED and not (has_usage and self._status == 200):
             error = not has_usage and self._usage.tells_error()
             size = None if has_usage else self._usage.total
-            fault = fault_of(self._status, size, error, self._content_type.decode(errors="replace"))
+            fault = fault_of(self._status, size, error, content_type)
         self._gate.settle(
             Completion(
                 id=decision.request.id,
@@ -549,5 +549,8 @@ class Response:
                 passed_over=self._picked if self._served not in (None, self._picked) else "",
                 ttft_s=self._ttft_s,
                 cached_tokens=cached_tokens,
+                path=decision.path.decode(errors="replace"),
+                content_type=content_type,
+                body_bytes=self._usage.total,
             )
         )

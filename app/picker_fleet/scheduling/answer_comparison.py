@@ -1,0 +1,215 @@
+"""Compares the answers of endpoints, to find servers that fail but report success. Bounds its memory; no I/O.
+
+Each replica compares the answers whose ends it reports (`admission/reports.py`).
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Final, NamedTuple
+
+from picker_fleet.domain.request import Completion, Outcome
+from picker_fleet.state import accounting_token
+
+ODD: Final = "unlike others"  # the reason of the fault
+FAILING: Final = 8  # the score from which an endpoint fails: four odd answers in a row
+_ODD, _GOOD = 2, -1  # added to the score by each answer, so that an endpoint fails if half of its answers do
+_REFUSALS, _ANSWERED = 64, -16  # the same for refusals, each of which adds 1
+_FEW_REFUSALS = 4  # a score that clients' errors may cause at any endpoint
+_REFUSED_FLOWS = 4  # fewer flows may all be of one client
+_ONE_IN = 8  # good answers, of which one is kept for comparison and stands for all
+_ALL_KEPT, _ALL_WATCHED = 1000, 64  # after a first answer of a path and model, and after odd ones, keep all
+_KEPT = 16  # answers of an endpoint, of each kind
+_FEWEST = 8  # an endpoint with fewer answers of every kind is not compared with
+_MOST_KINDS = 8  # of one endpoint's answers
+_MOST_ENDPOINTS = 4096  # counted for each path and model; about 5 KB each
+_SAMPLED = 16  # endpoints, at most, with which answers are compared
+_FRESH = 16  # kept answers of each endpoint before the endpoints are compared again
+_INACTIVE = 32  # an endpoint without answers is forgotten after so many of each other endpoint
+_MARGIN = 2.0  # an answer is smaller or faster only if by this factor
+
+
+class _Form(NamedTuple):
+    """How an answer looks: status and content type (`kind`), size, the endpoint's time, and whether the
+    answer has token counts."""
+
+    kind: str
+    body_bytes: int
+    seconds: float
+    has_usage: bool
+
+
+@lru_cache(maxsize=256)
+def _kind(status: int, content_type: str) -> str:
+    return f"{status} {content_type.partition(';')[0].strip().lower()}"
+
+
+class _Answers:
+    """The last answers of one endpoint to requests of one path and model, by kind, and the endpoint's scores:
+    `odd` by odd answers, `refusals` by refusals (4xx) of requests of `flows`."""
+
+    __slots__ = ("by_kind", "flows", "odd", "refusals", "seen_at")
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, deque[_Form]] = {}
+        self.odd = self.refusals = self.seen_at = 0
+        self.flows: set[str] = set()
+
+    def keep(self, form: _Form) -> None:
+        if form.kind not in self.by_kind:
+            if len(self.by_kind) >= _MOST_KINDS:
+                del self.by_kind[next(iter(self.by_kind))]
+            self.by_kind[form.kind] = deque(maxlen=_KEPT)
+        self.by_kind[form.kind].append(form)
+
+    def answered(self, weight: int) -> None:
+        self.odd = max(self.odd + _GOOD * weight, 0)
+        self.refusals = max(self.refusals + _ANSWERED * weight, 0)
+        if self.flows and not self.refusals:
+            self.flows = set()
+
+    def refused(self, flow: str) -> bool:
+        """Whether, by its score, the endpoint refuses all requests."""
+        self.refusals = min(self.refusals + 1, _REFUSALS)
+        if len(self.flows) < _REFUSED_FLOWS:
+            self.flows.add(flow)
+        return self.refusals == _REFUSALS and len(self.flows) == _REFUSED_FLOWS
+
+
+class _Comparison:
+    """The answers of all endpoints to requests of one path and model. `_usual` has by kind the least size and
+    time of most endpoints that give this kind, `_least` the same of all kinds (None: too few endpoints). An
+    answer with `large_bytes` that took `slow_s` is neither small nor fast."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, _Answers] = {}
+        self.large_bytes = self.slow_s = 0.0
+        self._count = self._due = 0
+        self._usual: dict[str, _Form] = {}
+        self._least: _Form | None = None
+
+    def is_odd(self, form: _Form) -> bool:
+        if form.has_usage or self._least is None:
+            return False
+        usual = self._usual.get(form.kind, self._least)
+        is_unlike = usual.has_usage or form.kind not in self._usual
+        is_small = form.body_bytes * _MARGIN < usual.body_bytes
+        is_fast = form.seconds * _MARGIN < usual.seconds
+        return is_unlike + is_small + is_fast >= 2
+
+    def keep(self, address: str, form: _Form | None) -> _Answers:
+        """The answers of the endpoint `address`, to which `form` is added unless it is None."""
+        answers = self.endpoints.get(address)
+        if answers is None:
+            answers = self.endpoints[address] = _Answers()
+        self._count += 1
+        answers.seen_at = self._count
+        if form is not None:
+            answers.keep(form)
+        return answers
+
+    def do_most_answer(self) -> bool:
+        answering = sum(each.refusals < _FEW_REFUSALS for each in self.endpoints.values())
+        return 2 * answering >= len(self.endpoints)
+
+    def compare(self) -> bool:
+        """Compare the endpoints again if enough answers are new; returns whether they are."""
+        if self._count < self._due:
+            return False
+        forgotten = self._count - _INACTIVE * len(self.endpoints)
+        self.endpoints = {name: each for name, each in self.endpoints.items() if each.seen_at >= forgotten}
+        able = [each for each in self.endpoints.values() if sum(map(len, each.by_kind.values())) >= _FEWEST]
+        known = [
+            [_least(forms) for forms in each.by_kind.values()]
+            for each in random.sample(able, min(_SAMPLED, len(able)))
+        ]
+        by_kind: dict[str, list[_Form]] = {}
+        for form in chain.from_iterable(known):
+            by_kind.setdefault(form.kind, []).append(form)
+        self._usual = {kind: _middle(forms) for kind, forms in by_kind.items() if 2 * len(forms) > len(known)}
+        is_most = len(able) > 1 and 2 * len(able) > len(self.endpoints)
+        self._least = _middle([_least(forms) for forms in known]) if is_most else None
+        self._due = self._count + _FRESH * (1 if self._least is None else max(4, len(self.endpoints)))
+        usual = [*self._usual.values(), *([self._least] if self._least is not None else ())]
+        self.large_bytes = max((each.body_bytes for each in usual), default=0) / _MARGIN
+        self.slow_s = max((each.seconds for each in usual), default=0.0) / _MARGIN
+        return True
+
+
+def _least(forms: Sequence[_Form]) -> _Form:
+    kinds, sizes, seconds, usage = zip(*forms, strict=True)
+    return _Form(kinds[0], min(sizes), min(seconds), all(usage))
+
+
+def _middle(forms: Sequence[_Form]) -> _Form:
+    """The medians of `forms`, of an even number the higher of two."""
+    kinds, sizes, seconds, usage = (sorted(each) for each in zip(*forms, strict=True))
+    at = len(forms) // 2
+    return _Form(kinds[0], sizes[at], seconds[at], usage[at])
+
+
+class AnswerComparison:
+    """Finds odd answers: most other endpoints give no such answers to requests of the same path and model.
+
+    A server that fails fast is always the emptiest, and would attract most requests. An answer with token
+    counts is never odd. Other answers are odd by two of three signs: (1) most endpoints give no answers of
+    this status and content type, or only with token counts; (2) the answer has less than half the bytes, (3)
+    took less than half the time, of the least of most endpoints' last answers of its kind. A refusal (4xx) is
+    odd if the endpoint refuses the requests of several flows, and answers hardly any, and most endpoints
+    answer. If most endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an
+    endpoint fails if about half of its answers are odd.
+    """
+
+    def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:
+        self._most_endpoints = most_endpoints
+        self._compared: dict[tuple[str, str], _Comparison] = {}  # oldest first
+        self._large_bytes = self._slow_s = 0.0  # the most of all comparisons
+        self._turn, self._watched = 0, 0  # answers still to keep, all of them
+
+    def add(self, end: Completion, token: str) -> int:
+        """Compare the answer to a request with this accounting token. Returns the endpoint's score, at least
+        `FAILING` if the endpoint fails; 0 if the answer is not odd, or a failure without comparison."""
+        if end.fault or end.outcome is not Outcome.COMPLETED or end.service_s is None:
+            return 0
+        is_refusal = 400 <= end.status < 500
+        has_usage = (end.completion_tokens is not None or end.prompt_tokens is not None) and end.status == 200
+        self._turn = (self._turn + 1) % _ONE_IN
+        may_skip = self._turn > 0 and self._watched == 0 and not is_refusal
+        is_usual = end.body_bytes >= self._large_bytes and end.service_s >= self._slow_s
+        if may_skip and (has_usage or is_usual):
+            return 0
+        key = end.path.partition("?")[0], accounting_token.model_of(token)
+        compared = self._compared.get(key)
+        if compared is None:
+            compared, self._watched = self._compared.setdefault(key, _Comparison()), _ALL_KEPT
+        form = _Form(_kind(end.status, end.content_type), end.body_bytes, end.service_s, has_usage)
+        is_odd = compared.is_odd(form)
+        if may_skip and not is_odd:
+            return 0
+        address = end.served or accounting_token.endpoint_of(token)
+        if address not in compared.endpoints:
+            self._make_room()
+        answers = compared.keep(address, None if is_refusal else form)
+        if compared.compare():
+            self._large_bytes = max(each.large_bytes for each in self._compared.values())
+            self._slow_s = max(each.slow_s for each in self._compared.values())
+        weight = 1 if self._watched else _ONE_IN
+        self._watched = max(self._watched - 1, 0)
+        if is_refusal:
+            is_odd = answers.refused(accounting_token.flow_of(token)) and compared.do_most_answer()
+            if answers.refusals > _FEW_REFUSALS:
+                self._watched = max(self._watched, _ALL_WATCHED)
+            return FAILING if is_odd else 0
+        if not is_odd:
+            answers.answered(weight)
+            return 0
+        self._watched = max(self._watched, _ALL_WATCHED)
+        answers.odd = min(answers.odd + _ODD, FAILING)
+        return answers.odd
+
+    def _make_room(self) -> None:
+        compared, most = self._compared, self._most_endpoints
+        while len(compared) > 1 and sum(len(each.endpoints) for each in compared.values()) >= most:
+            del compared[next(iter(compared))]
