@@ -322,6 +322,18 @@ do -- a chunk may have 200 locals
     end
   end
 
+  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
+  local eased, eased_count = {}, 0
+  local function ease(node)
+    if node.eased_in == calls or node.over_limit ~= 'queue' or pool.queued == 0 then return end
+    node.eased_in, eased_count = calls, eased_count + 1
+    eased[eased_count] = node
+  end
+
+  local function ease_all(limits)
+    for i = 1, #limits do ease(limits[i].node) end
+  end
+
   -- Charge a request that starts to the nodes that queue, or undo that charge.
   local function charge_start(r, sign)
     local found = charged_nodes(r)
@@ -329,6 +341,7 @@ do -- a chunk may have 200 locals
     charge(found.grant, r, sign)
     r.at_grant, starting = sign > 0 and 1 or 0, nil
     for i = 1, #found.served do set(found.served[i], found.served[i].owed + sign * r.cost) end
+    if sign < 0 then ease_all(found.grant) end
     log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant')
   end
 
@@ -337,14 +350,6 @@ do -- a chunk may have 200 locals
   -- Undo `start`: the request returns to the queue.
   function quotas.sent_back(r)
     if r.at_grant == 1 then charge_start(r, -1) end
-  end
-
-  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
-  local eased, eased_count = {}, 0
-  local function ease(node)
-    if node.eased_in == calls or node.over_limit ~= 'queue' or pool.queued == 0 then return end
-    node.eased_in, eased_count = calls, eased_count + 1
-    eased[eased_count] = node
   end
 
   local function correct(limits, r)
@@ -397,7 +402,7 @@ do -- a chunk may have 200 locals
     if r.at_grant == 1 then
       release(found.grant, r, is_refund)
     else
-      for i = 1, #found.grant do ease(found.grant[i].node) end -- they may have waited for the balance of this request
+      ease_all(found.grant) -- they may have waited for the balance of this request
     end
     if is_refund then log_charge('refunded', r, 'all') end
     r.tenancy = 0

@@ -105,6 +105,7 @@ class PoolModel:
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
         self._aged.clear()
+        self.quotas.eased()  # by ends in the last dispatch, which ends only requests that no node held back
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)

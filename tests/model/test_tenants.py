@@ -182,3 +182,23 @@ def test_a_new_bound_counts_running_requests_before_waiting_ones(side: ScriptSid
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
     pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 3, "over_limit": "reject"})})
     assert pool.those("evicted") == ["four"]
+
+
+def test_a_request_that_returns_to_the_queue_lets_its_tenants_next_request_start(side: ScriptSide) -> None:
+    caps = {"e1": 1, "e2": 1, "e3": 1}
+    pool = pool_of(side, {"a": {"max_parallel": 1}}, endpoints=3, **ROOMY, caps=caps)
+    pool.admit("runs flow=b candidates=e1, one flow=a/x candidates=e1")
+    pool.admit("two flow=a/y")
+    assert pool.granted == ["one"]
+    assert pool.place("one", "e1").startswith("queued")
+    assert pool.granted == ["one", "two"]
+
+
+def test_a_request_that_leaves_in_its_turn_does_not_end_the_wait_of_the_next(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000, 100)]}}, **ROOMY)
+    pool.admit("one flow=a/x prompt_tokens=50, big flow=a/y prompt_tokens=80, next flow=a/y prompt_tokens=40")
+    pool.call("set_tenants", "tenants", {"a": json.dumps({"limits": [limit("tokens", 100, 60_000, 60)]})})
+    assert pool.those("evicted") == ["big"]
+    pool.events.clear()
+    pool.beat()
+    assert pool.events == []

@@ -215,7 +215,7 @@ class Quotas:
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
         if not charge.grant:  # its nodes may have waited for this request
-            self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
+            self._ease_all(nodes)
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)
 
@@ -357,6 +357,9 @@ class Quotas:
             self._take(limit, -amount)
         if amount > 0 and node.over_limit == "queue":
             self._eased[node.path] = None
+
+    def _ease_all(self, nodes: Iterable[_Settings]) -> None:
+        self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
 
     def _put(self, key: str, *numbers: float) -> None:
         self.balances[key] = numbers
