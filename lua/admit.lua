@@ -102,11 +102,11 @@ local function bypass(r, turn, picks)
   if settings.tenants and quotas.lacking(r) then return nil end
   if endpoints.caps and not endpoints.stock_bounds_slots() and endpoints.free_slots() <= RESIDUE then return nil end
   r.taken = take
-  if settings.tenants then quotas.start(r) end
+  if settings.tenants then quotas.start(r, 1) end
   local reply, limited = place_request(r, r.candidates, r.prefill, turn, picks)
   if not reply then
     r.taken = 0
-    if settings.tenants then quotas.sent_back(r) end
+    if settings.tenants then quotas.start(r, -1) end
     return not limited and refuse(r, REFUSED.NO_ENDPOINTS) or nil
   end
   pool.stock = pool.stock + take

@@ -54,7 +54,7 @@ local function place_granted(r, candidates, split, turn, picks)
   queue.charge_band(r, -r.cost)
   record.put(r)
   log_event('requeued', r, tag)
-  if settings.tenants then quotas.sent_back(r) end
+  if settings.tenants and r.at_grant == 1 then quotas.start(r, -1) end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
     if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end
@@ -130,7 +130,7 @@ local function grant(r, tag, take, turn_of, picks)
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r, (now_us - r.arrived) / 1000)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
-  if settings.tenants then quotas.start(r) end
+  if settings.tenants then quotas.start(r, 1) end
   local reply = r.any_endpoint and place_request(r, endpoints.ANY, '', now_us + counters.dispatches, picks)
   if reply then
     notifications.add_placed(r, reply)

@@ -7,7 +7,7 @@
 -- writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
 local quotas = {}
 do -- a chunk may have 200 locals
-  local INNER, counting = tenants.INNER, tenants.counting
+  local INNER = tenants.INNER
 
   -- Balances, in the tables of limits (lib/tenants.lua): `owed` is the used part of the limit: units owed now, units
   -- spent in this period, or requests in flight. For a `served` count it is the cost served. Each call reads a balance
@@ -20,20 +20,23 @@ do -- a chunk may have 200 locals
   local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
   local function want(found, count)
     found.read_in = calls
-    for i = 1, #found.balances do
-      local limit = found.balances[i]
-      if limit.read_in ~= calls then
-        limit.read_in = calls
-        local owed = limit.stored
-        if owed and not (limit.ends_ms and now_ms >= limit.ends_ms) then
-          if limit.rate then
-            owed = owed - (now_us / 1000 - limit.stored_ms) * limit.rate
-            if owed < 0 then owed = 0 end
+    for i = 1, #found do
+      local balances = found[i].balances
+      if balances.read_in ~= calls then
+        balances.read_in = calls
+        for j = 1, #balances do
+          local limit = balances[j]
+          local owed = limit.stored
+          if owed and not (limit.ends_ms and now_ms >= limit.ends_ms) then
+            if limit.rate then
+              owed = owed - (now_us / 1000 - limit.stored_ms) * limit.rate
+              if owed < 0 then owed = 0 end
+            end
+            limit.owed = owed
+          else
+            count = count + 1
+            asked[count], wanted[count] = limit.field, limit
           end
-          limit.owed = owed
-        else
-          count = count + 1
-          asked[count], wanted[count] = limit.field, limit
         end
       end
     end
@@ -55,9 +58,9 @@ do -- a chunk may have 200 locals
 
   -- Read the balances for the first `count` members of `requests` with one command.
   function quotas.prefetch(requests, count)
-    local fields = 0
+    local fields, counting = 0, tenants.counting
     for i = 1, count do
-      local found = counting(requests[i].flow)
+      local found = counting[requests[i].flow]
       if found.read_in ~= calls then fields = want(found, fields) end
     end
     read_wanted(fields)
@@ -118,28 +121,54 @@ do -- a chunk may have 200 locals
     return limit.period .. ' ' .. exact(limit.owed)
   end
 
+  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
+  local eased, eased_count = {}, 0
+  local function ease(node)
+    if node.eased_in == calls or node.over_limit ~= 'queue' then return end
+    node.eased_in, eased_count = calls, eased_count + 1
+    eased[eased_count] = node
+  end
+
   local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
-  local function set(limit, owed)
-    limit.owed = owed > 0 and owed or 0
-    if limit.changed_in == calls then return end
-    limit.changed_in, changed_count = calls, changed_count + 1
-    changed[changed_count] = limit
+  -- Add `sign` times the amount of its unit to what each of `limits` has granted. Nodes that demote do not count a
+  -- demoted request r.
+  local function add(limits, amounts, sign, r)
+    local demoted, has_waiting = r.demoted == 1, pool.queued > 0
+    for i = 1, #limits do
+      local limit = limits[i]
+      local amount = sign * amounts[limit.unit]
+      if amount ~= 0 and not (demoted and limit.demotes) then
+        local owed = limit.owed + amount
+        limit.owed = owed > 0 and owed or 0
+        if limit.changed_in ~= calls then
+          limit.changed_in, changed_count = calls, changed_count + 1
+          changed[changed_count] = limit
+        end
+        if has_waiting and amount < 0 and limit.node then ease(limit.node) end
+      end
+    end
   end
 
   local function store_balances()
+    if changed_count == 0 then return end
+    local writes, at_ms = deferred_writes('HSET', key.balances), now_us / 1000
+    local n = writes.n
     for i = 1, changed_count do
       local limit = changed[i]
-      defer_write('HSET', key.balances, limit.field, encode(limit))
-      limit.stored, limit.stored_ms, limit.changed_in = limit.owed, now_us / 1000, nil
+      writes[n + 1], writes[n + 2] = limit.field, encode(limit)
+      n = n + 2
+      limit.stored, limit.stored_ms, limit.changed_in = limit.owed, at_ms, nil
     end
-    changed_count = 0
+    writes.n, changed_count = n, 0
   end
   quotas.commit = store_balances
 
+  local seen, nodes -- the request whose nodes were looked up last, and the nodes
   -- Forget the nodes' settings and balances.
   function quotas.forget()
     store_balances()
     tenants.forget()
+    seen = nil
   end
 
   local FREE = {prompt = 1, cached = 1, answer = 1}
@@ -150,12 +179,6 @@ do -- a chunk may have 200 locals
       + answer * (price.answer or 1)
   end
 
-  -- The amounts to charge for a request, by unit. `cached`: how many of its `prompt` tokens come from a cache.
-  local function weigh(amounts, r, prompt, cached, answer)
-    amounts.tokens, amounts.prompt_tokens, amounts.answer_tokens = prompt + answer, prompt, answer
-    amounts.budget = settings.tenants.prices and cost_of(r, prompt, cached, answer) or prompt + answer
-  end
-
   -- A record keeps the request's charge, `charged_prompt` and `charged_answer` tokens. The limits that charge at
   -- arrival have charged it; with `at_grant` 1 also the limits that charge at the start; with `demoted` 1 no node that
   -- demotes. If `settings.tenancy` differs from the record's `tenancy`, the counts were reset since, and the charge is
@@ -163,31 +186,26 @@ do -- a chunk may have 200 locals
 
   -- Return the nodes that have charged request r, with balances read; nil if none has.
   local function charged_nodes(r)
-    local found = r.tenancy == (settings.tenancy or 1) and counting(r.flow)
+    if seen == r then return nodes end
+    local found = r.tenancy == (settings.tenancy or 1) and tenants.counting[r.flow]
     if not found or #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
+    seen, nodes = r, found
     return found
   end
 
   -- The member of an order (flow queue or inner node) for a node of r's path.
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
-  local taken, used = {requests = 1, parallel = 1}, {requests = 1, parallel = 1}
-  local weighed -- the request whose amounts `taken` has
+  local taken, weighed = {requests = 1, parallel = 1}, nil -- `weighed`: the request whose amounts `taken` has
   -- Return what request r was charged, by unit.
   local function amounts_of(r)
-    if weighed ~= r then weigh(taken, r, r.charged_prompt, 0, r.charged_answer) end
+    if weighed == r then return taken end
+    local prompt, answer = r.charged_prompt, r.charged_answer
+    taken.tokens, taken.prompt_tokens, taken.answer_tokens, taken.served = prompt + answer, prompt, answer, r.cost
+    taken.budget = settings.tenants.prices and cost_of(r, prompt, 0, answer) or prompt + answer
     weighed = r
     return taken
-  end
-
-  -- Charge request r to the limits that charge at its arrival or grant; `sign` -1 refunds the charge.
-  local function charge(limits, r, sign)
-    local amounts, demoted = amounts_of(r), r.demoted == 1
-    for i = 1, #limits do
-      local limit = limits[i]
-      if not (demoted and limit.demotes) then set(limit, limit.owed + sign * amounts[limit.unit]) end
-    end
   end
 
   -- Whether all limits suffice for request r, except those that do not charge a demoted request.
@@ -223,7 +241,6 @@ do -- a chunk may have 200 locals
   local function described(node, limit) return '\31' .. limit.unit .. ' ' .. limit.per .. ' ' .. node.path end
 
   local function log_charge(event, r, phase)
-    if settings.log_max == 0 then return end
     local prompt, answer = r.charged_prompt, r.charged_answer
     local text = string.format('%s %.17g %.17g %.17g', phase, prompt, answer, cost_of(r, prompt, 0, answer))
     log_event(event, r, nil, nil, r.demoted == 1 and text .. ' demoted' or text)
@@ -250,19 +267,19 @@ do -- a chunk may have 200 locals
   -- lowest band. Return a refusal and a text that names the limit, and charge nothing, if a limit forbids the request.
   local starting -- the request that arrived last, if all its limits suffice and no balance has changed since
   function quotas.arrive(r)
-    local found = counting(r.flow)
-    starting, weighed = nil, nil
+    local found = tenants.counting[r.flow]
+    starting, weighed, seen = nil, nil, nil
     if #found == 0 then return nil end
-    prefetch(found)
+    if found.read_in ~= calls then prefetch(found) end
     r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 0, 0
     local suffices = suffice(found.limits, r)
     local refusal = not suffices and exceed(found, r)
     if refusal then return refusal end
     if r.demoted == 1 then r.band = BANDS[#BANDS] end
-    r.tenancy = settings.tenancy or 1
-    charge(found.arrival, r, 1)
+    r.tenancy, seen, nodes = settings.tenancy or 1, r, found
+    add(found.arrival, taken, 1, r)
     if suffices then starting = r end
-    log_charge('charged', r, 'arrival')
+    if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
   end
 
   -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
@@ -275,8 +292,8 @@ do -- a chunk may have 200 locals
   function quotas.refused(r)
     local found = charged_nodes(r)
     if not found then return end
-    charge(found.arrival, r, -1)
-    log_charge('refunded', r, 'arrival')
+    add(found.arrival, amounts_of(r), -1, r)
+    if settings.log_max > 0 then log_charge('refunded', r, 'arrival') end
   end
 
   -- Change nodes by `change()`, then call `log_and_count()`. Charge a request of `waiting` again if other limits now
@@ -287,21 +304,21 @@ do -- a chunk may have 200 locals
     change()
     quotas.forget()
     for _, r in ipairs(waiting) do
-      if former[r] and former[r].arrival_fields ~= counting(r.flow).arrival_fields then
-        charge(former[r].arrival, r, -1)
-        log_charge('refunded', r, 'arrival')
+      if former[r] and former[r].arrival_fields ~= tenants.counting[r.flow].arrival_fields then
+        add(former[r].arrival, amounts_of(r), -1, r)
+        if settings.log_max > 0 then log_charge('refunded', r, 'arrival') end
         r.tenancy, moved[#moved + 1] = 0, r
       end
     end
     store_balances()
     log_and_count()
     for _, r in ipairs(moved) do
-      local found = counting(r.flow)
+      local found = tenants.counting[r.flow]
       prefetch(found)
       if suffice(found.arrival, r) then
-        charge(found.arrival, r, 1)
+        add(found.arrival, amounts_of(r), 1, r)
         r.tenancy = settings.tenancy or 1
-        log_charge('charged', r, 'arrival')
+        if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
       else
         refused[#refused + 1] = r
       end
@@ -322,74 +339,30 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
-  local eased, eased_count = {}, 0
-  local function ease(node)
-    if node.eased_in == calls or node.over_limit ~= 'queue' or pool.queued == 0 then return end
-    node.eased_in, eased_count = calls, eased_count + 1
-    eased[eased_count] = node
-  end
-
-  local function ease_all(limits)
-    for i = 1, #limits do ease(limits[i].node) end
-  end
-
-  -- Charge a request that starts to the nodes that queue, or undo that charge.
-  local function charge_start(r, sign)
+  -- Charge a request that starts to the nodes that queue; with `sign` -1 undo the charge, since the request returns to
+  -- the queue.
+  function quotas.start(r, sign)
     local found = charged_nodes(r)
     if not found then return end
-    charge(found.grant, r, sign)
+    add(found.start, amounts_of(r), sign, r)
     r.at_grant, starting = sign > 0 and 1 or 0, nil
-    for i = 1, #found.served do set(found.served[i], found.served[i].owed + sign * r.cost) end
-    if sign < 0 then ease_all(found.grant) end
-    log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant')
-  end
-
-  function quotas.start(r) charge_start(r, 1) end
-
-  -- Undo `start`: the request returns to the queue.
-  function quotas.sent_back(r)
-    if r.at_grant == 1 then charge_start(r, -1) end
-  end
-
-  local function correct(limits, r)
-    local demoted = r.demoted == 1
-    for i = 1, #limits do
-      local limit = limits[i]
-      local difference = used[limit.unit] - taken[limit.unit]
-      if difference ~= 0 and not (demoted and limit.demotes) then
-        set(limit, limit.owed + difference)
-        if difference < 0 then ease(limit.node) end
-      end
-    end
+    if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant') end
   end
 
   -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
-  local corrected -- the request whose charge was corrected last
+  local corrected, excess = nil, {} -- the request whose charge was corrected last; its usage beyond its charge
   function quotas.used(r, prompt, cached, answer)
     local found = charged_nodes(r)
     if not found then return end
-    amounts_of(r)
-    weigh(used, r, prompt, cached, answer)
-    correct(found.arrival, r)
-    if r.at_grant == 1 then correct(found.grant, r) end
+    local charged, cost = amounts_of(r), prompt + answer
+    excess.tokens, excess.prompt_tokens = cost - charged.tokens, prompt - charged.prompt_tokens
+    excess.answer_tokens = answer - charged.answer_tokens
+    if settings.tenants.prices then cost = cost_of(r, prompt, cached, answer) end
+    excess.budget = cost - charged.budget
+    add(r.at_grant == 1 and found.limits.used or found.arrival.used, excess, 1, r)
     r.charged_prompt, r.charged_answer, corrected, weighed = prompt, answer, r, nil
     if settings.log_max > 0 then
-      log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer,
-        used.budget))
-    end
-  end
-
-  -- End the charges of `limits` for request r.
-  local function release(limits, r, is_refund)
-    local amounts, demoted = is_refund and amounts_of(r), r.demoted == 1
-    for i = 1, #limits do
-      local limit = limits[i]
-      local amount = limit.unit == 'parallel' and 1 or is_refund and amounts[limit.unit] or 0
-      if amount ~= 0 and not (demoted and limit.demotes) then
-        set(limit, limit.owed - amount)
-        ease(limit.node)
-      end
+      log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer, cost))
     end
   end
 
@@ -398,21 +371,21 @@ do -- a chunk may have 200 locals
     local found = charged_nodes(r)
     if not found then return end
     local is_refund = unserved and corrected ~= r
-    release(found.arrival, r, is_refund)
-    if r.at_grant == 1 then
-      release(found.grant, r, is_refund)
-    else
-      ease_all(found.grant) -- they may have waited for the balance of this request
+    local limits = found.limits
+    if r.at_grant ~= 1 then -- nodes may have waited for the balance of this request
+      limits = found.arrival
+      for i = 1, pool.queued > 0 and #found.grant or 0 do ease(found.grant[i].node) end
     end
-    if is_refund then log_charge('refunded', r, 'all') end
-    r.tenancy = 0
+    add(is_refund and limits or limits.running, is_refund and amounts_of(r) or taken, -1, r)
+    if is_refund and settings.log_max > 0 then log_charge('refunded', r, 'all') end
+    r.tenancy, seen = 0, nil
   end
 
   -- For the admin API: describe a node, in the form of `view_tenants` (view.lua).
   function quotas.describe(path, wait)
     if not settings.tenants then return {path, '', '', '', '', ''} end
     local node, text, from, is_change = tenants.node(path), tenants.settings_of(path)
-    prefetch(counting(path))
+    prefetch(tenants.counting[path])
     local served = node.served and exact(node.served.owed) or ''
     local told = {path, from and (is_change and 1 or 0) or '', from or '', text or '', served, wait}
     for _, limit in ipairs(node.limits) do
@@ -429,44 +402,34 @@ do -- a chunk may have 200 locals
   -- has no such limit.
   function quotas.top_up(path, unit, per, amount)
     local node = tenants.node(path)
-    prefetch(counting(path))
+    prefetch(tenants.counting[path])
     for _, limit in ipairs(node.limits) do
       if limit.unit == unit and tostring(limit.per) == per then
-        set(limit, limit.owed - amount)
-        ease(node)
+        add({limit}, {[unit] = amount}, -1, {})
         return limit.burst - limit.owed
       end
     end
-  end
-
-  -- The limit with the greater used fraction; `limit` if `other` is nil.
-  local function more_used(other, limit)
-    if other and other.owed / other.burst >= limit.owed / limit.burst then return other end
-    return limit
-  end
-
-  local function balance_of(limit)
-    local owed, burst = limit.owed, limit.burst
-    local left = burst > owed and burst - owed + RESIDUE or 0
-    return string.format('%s,%d,%d', limit.shown_as, left, math.ceil(owed / limit.rate - RESIDUE))
   end
 
   -- The balances that an answer's headers show: for requests and for tokens the limit with the least fraction left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
     if r.tenancy ~= (settings.tenancy or 1) then return '' end
-    local found = charged_nodes(r)
-    local limits, requests, tokens = found and found.limits or {}, nil, nil
-    for i = 1, #limits do
-      local limit = limits[i]
-      if limit.unit == 'requests' then
-        requests = more_used(requests, limit)
-      elseif limit.rate then
-        tokens = more_used(tokens, limit)
+    local found, text = charged_nodes(r), ''
+    local shown = found and found.shown or {}
+    for i = 1, #shown do
+      local limits = shown[i]
+      local most = limits[1]
+      for j = 2, #limits do
+        local limit = limits[j]
+        if limit.owed / limit.burst > most.owed / most.burst then most = limit end
       end
+      local owed, burst = most.owed, most.burst
+      local left = burst > owed and burst - owed + RESIDUE or 0
+      -- %d rounds down: the time up to a whole ms.
+      local numbers = string.format(',%d,%d', left, owed / most.rate + 1 - RESIDUE)
+      text = text .. (i == 1 and '\31' or ';') .. most.shown_as .. numbers
     end
-    local text = requests and '\31' .. balance_of(requests) or ''
-    if tokens then text = text .. (requests and ';' or '\31') .. balance_of(tokens) end
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
     return text
   end
@@ -504,7 +467,8 @@ do -- a chunk may have 200 locals
 
   -- Begin a call.
   function quotas.reset()
-    calls, changed_count, eased_count, starting, corrected, weighed = calls + 1, 0, 0, nil, nil, nil
+    calls, changed_count, eased_count = calls + 1, 0, 0
+    starting, corrected, weighed, seen = nil, nil, nil, nil
     if not cache_is_valid then next_wake_ms = nil end
   end
 
@@ -526,12 +490,7 @@ do -- a chunk may have 200 locals
     quotas.restart()
     for _, r in ipairs(records) do
       local found = charged_nodes(r)
-      for _, limit in ipairs(found and found.limits or {}) do
-        local has_charged = r.at_grant == 1 or limit.node.over_limit ~= 'queue'
-        if limit.unit == 'parallel' and has_charged and not (r.demoted == 1 and limit.demotes) then
-          set(limit, limit.owed + 1)
-        end
-      end
+      if found then add((r.at_grant == 1 and found.limits or found.arrival).running, taken, 1, r) end
     end
   end
 
@@ -552,7 +511,7 @@ do -- a chunk may have 200 locals
         local node = tenants.node(path or '')
         local is_idle = not (node.served and node.served.field == field)
         for _, limit in ipairs(node.limits) do
-          local owed = limit.read_in == calls and limit.owed or decode(limit, texts[i])
+          local owed = node.balances.read_in == calls and limit.owed or decode(limit, texts[i])
           if limit.field == field then is_idle = owed == 0 end
         end
         if is_idle then defer_write('HDEL', key.balances, field) end

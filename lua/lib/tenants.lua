@@ -11,7 +11,6 @@ do -- a chunk may have 200 locals
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
   local nodes, nodes_known = {}, 0 -- path -> its settings
-  local counted = {} -- flow -> the result of `counting`
   local weights = {} -- member -> its weight, or false
 
   -- Forget paths of another separator. Each call and each change of settings calls this function.
@@ -57,7 +56,7 @@ do -- a chunk may have 200 locals
   local PERIODS = {day = true, week = true, month = true}
   local UNITS = {requests = true, tokens = true, prompt_tokens = true, answer_tokens = true}
   local function parse_node(path, text)
-    local node = {path = path, over_limit = 'queue', limits = {}}
+    local node = {path = path, over_limit = 'queue', limits = {}, balances = {}}
     local valid, found = pcall(cjson.decode, text or '{}')
     if not valid or type(found) ~= 'table' then
       strays = strays + 1
@@ -67,7 +66,7 @@ do -- a chunk may have 200 locals
     local function add(limit, kind)
       limit.field, limit.node, limit.demotes = joined(path, kind), node, node.over_limit == 'demote'
       limit.shown_as = (limit.unit == 'requests' and 'requests=' or 'tokens=') .. string.format('%d', limit.burst)
-      node.limits[#node.limits + 1] = limit
+      node.limits[#node.limits + 1], node.balances[#node.balances + 1] = limit, limit
     end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
       local amount, per_ms = tonumber(each.amount), tonumber(each.per_ms)
@@ -102,43 +101,58 @@ do -- a chunk may have 200 locals
     if node then return node end
     local text, from = tenants.settings_of(path)
     node = parse_node(path, text)
-    if from == path then node.served = {unit = 'served', field = joined(path, 'served')} end
+    if from == path then
+      node.served = {unit = 'served', field = joined(path, 'served')}
+      node.balances[#node.balances + 1] = node.served
+    end
     nodes[path], nodes_known = node, nodes_known + 1
     return node
   end
 
+  local function add(list, it) list[#list + 1] = it end
+  local function add_limit(limits, limit)
+    add(limits, limit)
+    if limit.unit == 'parallel' then add(limits.running, limit) end
+    if limit.unit ~= 'parallel' and limit.unit ~= 'requests' then add(limits.used, limit) end
+  end
+
   -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists, where
   -- `limits` has all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts,
-  -- `balances` all limits and `served` counts.
-  function tenants.counting(flow)
-    local found = counted[flow]
-    if found then return found end
-    found = {limits = {}, arrival = {}, arrival_fields = '', grant = {}, balances = {}, served = {}}
-    local function add(list, it) list[#list + 1] = it end
+  -- `start` the limits of `grant` and `served` counts, `shown` a list of limits on requests and one on tokens. In
+  -- `limits` and `arrival`, `used` lists the limits that usage corrects, `running` those on requests in flight.
+  local function find_counting(flow)
+    local of_requests, of_tokens = {}, {}
+    local found = {limits = {used = {}, running = {}}, arrival = {used = {}, running = {}}, arrival_fields = '',
+      grant = {}, start = {}, shown = {}}
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
       for _, limit in ipairs(node.limits) do
-        add(found.limits, limit)
-        add(found.balances, limit)
+        add_limit(found.limits, limit)
         if node.over_limit == 'queue' then
           add(found.grant, limit)
+          add(found.start, limit)
         else
-          add(found.arrival, limit)
+          add_limit(found.arrival, limit)
           found.arrival_fields = joined(found.arrival_fields, limit.field)
         end
+        if limit.rate then add(limit.unit == 'requests' and of_requests or of_tokens, limit) end
       end
-      if node.served then
-        add(found.served, node.served)
-        add(found.balances, node.served)
-      end
-      if #node.limits > 0 or node.served then add(found, node) end
+      if node.served then add(found.start, node.served) end
+      if #node.balances > 0 then add(found, node) end
     end
-    counted[flow] = found
+    if of_requests[1] then add(found.shown, of_requests) end
+    if of_tokens[1] then add(found.shown, of_tokens) end
+    tenants.counting[flow] = found
     return found
   end
 
-  -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua).
-  function tenants.forget() nodes, nodes_known, counted, weights = {}, 0, {}, {} end
+  -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua). The table
+  -- `counting` finds what counts for a flow at the first use.
+  local FIND = {__index = function(_, flow) return find_counting(flow) end}
+  function tenants.forget()
+    nodes, nodes_known, weights = {}, 0, {}
+    tenants.counting = setmetatable({}, FIND)
+  end
 
   -- The weight of a member; nil if no node's settings give one.
   function tenants.weight(member)

@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that fails is refunded twice", "lua/lib/quotas.lua",
-        "or amounts[limit.unit]))", "or 2 * amounts[limit.unit]))", _TENANTS,
+        "and amounts_of(r) or taken, -1, r)", "and amounts_of(r) or taken, -2, r)", _TENANTS,
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",

@@ -396,8 +396,8 @@ class Quotas:
         """Charge a request's estimate at the nodes that charge in this phase, or refund it."""
         for node in self._nodes(charge.flow):
             if (node.over_limit == "queue") == (phase == "grant"):
-                for _, limit in self._limits_for(node, charge):
-                    self._take(limit, sign * self._estimate(limit.unit, charge))
+                for node, limit in self._limits_for(node, charge):
+                    self._give_back(node, limit, -sign * self._estimate(limit.unit, charge))
 
     def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
         if not (charge.demoted and node.over_limit == "demote"):
