@@ -151,15 +151,15 @@ do -- a chunk may have 200 locals
 
   local function store_balances()
     if changed_count == 0 then return end
-    local writes, at_ms = deferred_writes('HSET', key.balances), now_us / 1000
-    local n = writes.n
+    local entry, at_ms = deferred_entry('HSET', key.balances), now_us / 1000
+    local n = entry.n
     for i = 1, changed_count do
       local limit = changed[i]
-      writes[n + 1], writes[n + 2] = limit.field, encode(limit)
+      entry[n + 1], entry[n + 2] = limit.field, encode(limit)
       n = n + 2
       limit.stored, limit.stored_ms, limit.changed_in = limit.owed, at_ms, nil
     end
-    writes.n, changed_count = n, 0
+    entry.n, changed_count = n, 0
   end
   quotas.commit = store_balances
 

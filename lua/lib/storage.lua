@@ -22,7 +22,8 @@ end
 -- field; no name can contain it (picker_fleet/domain/units.py), so two pairs of names never make the same key.
 local key -- the keys of the pool that this call serves
 local use_keys, joined
-local read, flush, defer_write, deferred_writes, defer_unlink, write_values, note_original, undo_writes, commit_writes, reset_storage
+local read, flush, defer_write, deferred_entry, defer_unlink
+local write_values, note_original, undo_writes, commit_writes, reset_storage
 local read_ahead = {} -- lib/fronts.lua
 local fronts = {} -- key -> its front: the members that were read ahead
 do -- a chunk may have 200 locals
@@ -164,8 +165,8 @@ do -- a chunk may have 200 locals
     entry.n = n
   end
 
-  -- Return the deferred command of a key: a caller with many writes appends their arguments, and raises `n`.
-  function deferred_writes(command, name)
+  -- Return the deferred command of a key, to which a caller with many writes appends arguments, and raises `n`.
+  function deferred_entry(command, name)
     local entry = deferred[name]
     return entry and entry.command == command and entry or new_entry(command, name)
   end

@@ -147,7 +147,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua). The table
-  -- `counting` finds what counts for a flow at the first use.
+  -- `counting` has what `find_counting` returns, by flow.
   local FIND = {__index = function(_, flow) return find_counting(flow) end}
   function tenants.forget()
     nodes, nodes_known, weights = {}, 0, {}

@@ -55,12 +55,10 @@ class SweptQuotas(Quotas):
     def send_back(self, request_id: str, cost: float) -> None:
         """Undo `count_start`: the request waits again."""
         charge = self.charges.get(request_id)
-        nodes = self._nodes(charge.flow) if charge is not None and charge.grant else []
-        if charge is not None and nodes:
+        if charge is not None and charge.grant and self._nodes(charge.flow):
             self._take_all(charge, "grant", -1)
             charge.grant = False
             self._count_served(charge.flow, -cost)
-            self._ease_all(nodes)
             self._log("refunded", request_id)
 
     def refuse(self, request_id: str) -> None:

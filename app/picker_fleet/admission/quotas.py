@@ -215,7 +215,7 @@ class Quotas:
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
         if not charge.grant:  # its nodes may have waited for this request
-            self._ease_all(nodes)
+            self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)
 
@@ -358,9 +358,6 @@ class Quotas:
         if amount > 0 and node.over_limit == "queue":
             self._eased[node.path] = None
 
-    def _ease_all(self, nodes: Iterable[_Settings]) -> None:
-        self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
-
     def _put(self, key: str, *numbers: float) -> None:
         self.balances[key] = numbers
         self.balances.move_to_end(key)
@@ -396,7 +393,7 @@ class Quotas:
         """Charge a request's estimate at the nodes that charge in this phase, or refund it."""
         for node in self._nodes(charge.flow):
             if (node.over_limit == "queue") == (phase == "grant"):
-                for node, limit in self._limits_for(node, charge):
+                for _, limit in self._limits_for(node, charge):
                     self._give_back(node, limit, -sign * self._estimate(limit.unit, charge))
 
     def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
