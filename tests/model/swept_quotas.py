@@ -63,10 +63,9 @@ class SweptQuotas(Quotas):
 
     def refuse(self, request_id: str) -> None:
         """Undo `arrive`."""
-        charge = self.charges.pop(request_id, None)
-        if charge is not None:
-            self._take_all(charge, "arrival", -1)
-            self._log("refunded", request_id)
+        if request_id in self.charges:
+            self.give_arrival_back(request_id)
+            del self.charges[request_id]
 
     def _nodes(self, flow: str) -> list[_Settings]:
         """The nodes of a flow's path that have limits or count the cost served, from the top."""

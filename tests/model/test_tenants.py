@@ -75,6 +75,8 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
     assert pool.admit("huge flow=a/huge prompt_tokens=61") == ["refused over-burst 0\x1ftokens 60000 a"]
     spent = {key: values[1] for key, values in pool.model.quotas.balances.items() if "budget" in key}
     assert spent["a\x1fbudget:month"] == 20 + 3 * 8 + 30
+    pool.passes(13_000)
+    assert pool.admit(arrival.format(name="more"))[0].startswith("placed")
 
 
 def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(side: ScriptSide) -> None:
@@ -160,10 +162,14 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(
 def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000)]}}, **ROOMY)
     pool.admit("one flow=a/x prompt_tokens=30, big flow=a/y prompt_tokens=80, two flow=a/z prompt_tokens=10")
+    pool.admit("three flow=a/z prompt_tokens=25")
     assert pool.granted == []
     pool.call("set_tenants", "tenants", {"a": json.dumps({"limits": [limit("tokens", 100, 60_000, 50)]})})
     assert pool.granted == ["two"]
     assert "evicted big " in pool.events
+    pool.events.clear()
+    pool.beat()
+    assert pool.events == [], "three waits on"
 
 
 def test_a_bound_that_a_removed_node_had_replaced_counts_running_requests(side: ScriptSide) -> None:
@@ -192,13 +198,3 @@ def test_a_request_that_returns_to_the_queue_lets_its_tenants_next_request_start
     assert pool.granted == ["one"]
     assert pool.place("one", "e1").startswith("queued")
     assert pool.granted == ["one", "two"]
-
-
-def test_a_request_that_leaves_in_its_turn_does_not_end_the_wait_of_the_next(side: ScriptSide) -> None:
-    pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000, 100)]}}, **ROOMY)
-    pool.admit("one flow=a/x prompt_tokens=50, big flow=a/y prompt_tokens=80, next flow=a/y prompt_tokens=40")
-    pool.call("set_tenants", "tenants", {"a": json.dumps({"limits": [limit("tokens", 100, 60_000, 60)]})})
-    assert pool.those("evicted") == ["big"]
-    pool.events.clear()
-    pool.beat()
-    assert pool.events == []
