@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from picker_fleet.admin.models import Problem
+
 _CURSOR = "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ"  # a cursor of the list of flows
 _BANDS: list[dict[str, Any]] = [
     {
@@ -148,19 +150,16 @@ EXAMPLES: dict[str, Any] = {
 
 
 def add(app: FastAPI) -> None:
-    """Add an example of each model to the OpenAPI document of `app`, and mark faults as problem documents."""
+    """Add the model of faults and an example of each model to the OpenAPI document of `app`."""
     openapi = app.openapi
 
     def with_examples() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = openapi()
-            for name, schema in document["components"]["schemas"].items():
+            schemas = document["components"]["schemas"]
+            schemas["Problem"] = Problem.model_json_schema(mode="serialization")
+            for name, schema in schemas.items():
                 schema["example"] = EXAMPLES[name]
-            calls = [call for methods in document["paths"].values() for call in methods.values()]
-            for response in (response for call in calls for response in call["responses"].values()):
-                content = response.get("content", {})
-                if content.get("application/json", {}).get("schema", {}).get("$ref", "").endswith("/Problem"):
-                    content["application/problem+json"] = content.pop("application/json")
         return openapi()
 
     app.openapi = with_examples  # type: ignore[method-assign]

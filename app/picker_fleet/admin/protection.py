@@ -58,7 +58,10 @@ _CODES = {
 
 _log = logging.getLogger(__name__)
 Responses = dict[int | str, dict[str, Any]]  # the OpenAPI descriptions of a call's answers by status
-PROBLEM: dict[str, Any] = {"model": Problem}
+# Given as `model`, FastAPI would build a validator for each fault of each call: half of a replica's start.
+PROBLEM: dict[str, Any] = {
+    "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
+}
 _T = TypeVar("_T")
 
 
