@@ -184,7 +184,6 @@ async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: as
 
 
 _CALL_S = 10.0
-_ATTACKERS_END_S = 10.0
 _RESTS_S = 40.0  # seconds: longer than a lease and than the wait for a client's body
 
 
@@ -249,7 +248,7 @@ async def attack_fleet(
             async with _honest_clients(target.envoy, per_s, report.hostile):
                 await asyncio.sleep(hostile_s)
                 report.burnt = max((_cpu_s(everybody) - before_s) / hostile_s - calm_cores, 0.0)
-            async with asyncio.timeout(_ATTACKERS_END_S):
+            async with asyncio.timeout(_RESTS_S):
                 said, _ = await attackers.communicate(b"")  # closes its stdin
         finally:
             if attackers.returncode is None:

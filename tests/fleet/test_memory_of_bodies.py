@@ -49,6 +49,9 @@ async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> Asy
     config = {
         "redis": {"url": redis_url, "silence": "5s"},
         "request_queue_controller": {"watermark_per_backend": requests_at_once},
+        # While bodies are sent, this process answers no scrape in time, and bodies may wait for minutes.
+        "scraping": {"interval": "5m"},
+        "fair_request_queue": {"queue_ttl": "5m"},
     }
     async with served(redis_url, folder, config=config, preexec_fn=limit) as replica:
         await replica.ready()
