@@ -26,6 +26,7 @@ import hostile_servers
 import httpx
 import psutil
 import yaml
+from crowd import http_client
 from edge_envoy import bootstrap, started
 from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
 from model_servers import process_at, simulators
@@ -173,8 +174,8 @@ async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: as
         else:
             times.last_s.append(answer.elapsed.total_seconds())
 
-    options: Any = {"base_url": f"http://{envoy}", "http1": False, "http2": True, "trust_env": False}
-    async with httpx.AsyncClient(timeout=_RESTS_S, **options) as client, asyncio.TaskGroup() as tasks:
+    options: Any = {"timeout": _RESTS_S, "http1": False, "http2": True}
+    async with http_client(f"http://{envoy}", **options) as client, asyncio.TaskGroup() as tasks:
         for number in itertools.count():
             tasks.create_task(ask(client, number))
             with contextlib.suppress(TimeoutError):
@@ -299,7 +300,7 @@ async def _burning(cores: float) -> AsyncIterator[None]:
 
 async def _left(target: Target) -> dict[str, float]:
     """Read the fleet's counts until all are 0 or _RESTS_S have passed; return the last."""
-    async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S) as client:
+    async with http_client(timeout=_CALL_S) as client:
         clock = asyncio.get_running_loop().time
         until_s = clock() + _RESTS_S
         while True:

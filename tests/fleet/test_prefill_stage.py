@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from crowd import http_client
 from dashboard_page import browser, opened
 from edge_envoy import edge
 from fleet_load import at_rest
@@ -45,7 +46,7 @@ class Servers:
         self.headers: list[tuple[str, str | None]] = []  # of each request to a decode server
         self.prefilled = self.fallbacks = 0
         self.prefill_s = 0.01
-        self._http = httpx.AsyncClient(timeout=5.0)
+        self._http = http_client(timeout=5.0)
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
 
     async def decode(self, request: Received, ends: Ends) -> bool:
@@ -160,7 +161,7 @@ async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_cl
     async with (
         Servers.started() as servers,
         fleet_of(servers, tmp_path, mode) as (here, file),
-        httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
+        http_client(here.url) as client,
     ):
         forged = {"X-Prefiller-Host-Port": "127.0.0.1:1"}
         for prompt in (LONG, SHORT) * 16:
@@ -239,7 +240,7 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
     async with (
         Servers.started() as servers,
         fleet_of(servers, tmp_path, mode) as (here, _),
-        httpx.AsyncClient(base_url=here.url, timeout=60.0) as client,
+        http_client(here.url) as client,
     ):
         forged = dict.fromkeys((ENCODERS.title(), "X-Prefiller-URL"), "127.0.0.1:1")
         for images in (0, 1, 2, 5):
@@ -283,7 +284,7 @@ async def test_the_bootstrap_removes_a_prefill_header_of_another_name_as_well(tm
         ) as here:
             await here.until_state(ready_backends=2)
             with edge(here, tmp_path / "edge", settings=own) as strangers:
-                async with httpx.AsyncClient(base_url=strangers.url, timeout=60.0) as client:
+                async with http_client(strangers.url) as client:
                     for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at", *OF_SIDECAR):
                         assert await ask(client, SHORT, **{name: "127.0.0.1:1"}) == 200
             assert servers.headers == [(SHORT, None)] * 7

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from crowd import http_client
 
 from picker_fleet import cli
 from picker_fleet.state import primary
@@ -157,7 +158,7 @@ async def test_endpoints_that_prefill_are_labelled_and_serve_no_request(fleet: A
     own = fleet("--replicas", "1", "--endpoints", "3", "--prefill", "2", "--debug-headers")
     roles = {endpoint["address"]: endpoint["role"] for endpoint in own.state["endpoints"]}
     assert sorted(roles.values()) == ["decode", "prefill", "prefill"]
-    async with httpx.AsyncClient(base_url=own.url, timeout=30) as client:
+    async with http_client(own.url) as client:
         for _ in range(4):
             answer = await client.post("/v1/completions", json=ASK)
             assert (answer.status_code, roles[answer.headers["x-served-by"]]) == (200, "decode")

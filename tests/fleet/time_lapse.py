@@ -187,7 +187,10 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
         settings = client.connection_pool.connection_kwargs
     server = Server(settings["host"], settings["port"])
     server.set_clock(0.0)
-    transport, write = selector_events._SelectorSocketTransport, selector_events._SelectorSocketTransport.write
+    transport, write = (
+        selector_events._SelectorSocketTransport,
+        selector_events._SelectorSocketTransport.write,
+    )
 
     def noted(connection: Any, data: bytes) -> None:
         server.is_busy = True
