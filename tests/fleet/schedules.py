@@ -331,14 +331,14 @@ class World:
 
     def _begin(self, request_id: str, answers: Sequence[Any]) -> None:
         if request_id in self.running:
-            self.wrong.append(f"G6: {request_id} runs twice")
+            raise AssertionError(f"G6: {request_id} runs twice")
         text = "".join(map(str, answers))
         picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow it
         self.running[request_id] = Running(self.loop.time(), picked, *self._admission_of(request_id))
         self._show()
         seen = [each for name, each in self.running.items() if name not in self.unseen]
         if seen and len(seen) > (most := self._most_running(seen)):
-            self.wrong.append(f"G1, G8: {len(seen)} run at {self.loop.time():.2f} s, at most {most:g} may")
+            raise AssertionError(f"G1, G8: {len(seen)} run at {self.loop.time():.2f} s, at most {most:g} may")
 
     def _admission_of(self, request_id: str) -> tuple[int, float]:
         """The number of a request's admission in the decision log, and the bound then in force. For a replica
