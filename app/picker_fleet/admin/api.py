@@ -190,8 +190,7 @@ def _add_pool(
     changes.add_routes(config, changing, pool.controls, deadlines)
     tenants.add_routes(state, changing, pool.tenants, pool.controls, deadlines)
     for router in (state, stream, config, changing):
-        # FastAPI's `include_router` would rebuild each route and its models twice: at startup and at the
-        # first call.
+        # `include_router` would rebuild each route and its models, at startup and at the first call.
         app.router.routes.extend(router.routes)
     documents.add_dashboard(app)
     documents.add_api_description(app)

@@ -154,12 +154,11 @@ def add(app: FastAPI) -> None:
     openapi = app.openapi
 
     def with_examples() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = openapi()
-            schemas = document["components"]["schemas"]
-            schemas["Problem"] = Problem.model_json_schema(mode="serialization")
-            for name, schema in schemas.items():
-                schema["example"] = EXAMPLES[name]
-        return openapi()
+        document = openapi()
+        schemas = document["components"]["schemas"]
+        schemas["Problem"] = Problem.model_json_schema(mode="serialization")
+        for name, schema in schemas.items():
+            schema["example"] = EXAMPLES[name]
+        return document
 
     app.openapi = with_examples  # type: ignore[method-assign]
