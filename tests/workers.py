@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
 
 import pytest
 
@@ -57,15 +58,14 @@ def _follow(session: pytest.Session, workers: list[Connection], files: Iterator[
         raise session.Failed(session.shouldfail)
 
 
-class _Reports:
+class _Reports(NamedTuple):
     """A plugin that sends a worker's reports to the process that started the worker."""
 
-    def __init__(self, config: pytest.Config, to: Connection) -> None:
-        self._config, self._to = config, to
+    config: pytest.Config
+    to: Connection
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        hook = self._config.hook
-        self._to.send(hook.pytest_report_to_serializable(config=self._config, report=report))
+        self.to.send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
 
 
 def _work(

@@ -123,8 +123,4 @@ def test_locust_runs_the_scenarios_of_picker_load(here: Any, tmp_path: Path) -> 
             said = process.communicate(timeout=END_S)[0]
         finally:
             process.kill()
-    assert process.returncode == 0, said
-    assert both_sent()
-    with stats.open() as rows:
-        (total,) = (row for row in csv.DictReader(rows) if row["Name"] == "Aggregated")
-    assert int(total["Failure Count"]) == 0, said
+    assert (process.returncode, both_sent()) == (0, True), said  # 1 if a request has failed

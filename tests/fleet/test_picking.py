@@ -1,10 +1,9 @@
-"""A whole fleet picks by scores: its replicas share scraped metrics and the routes of prompts."""
+"""A whole fleet picks by scores: its replicas share the routes of prompts."""
 
-from functools import partial
 from typing import Any
 
 import pytest
-from fleet_load import at_rest, complete, decisions, metric
+from fleet_load import at_rest, complete, decisions
 
 from picker_tools.audit.log import Entry
 
@@ -23,17 +22,6 @@ async def routes(fleet: Any) -> int:
 def scored(shared_fleet: Any) -> Any:
     """Three replicas and four endpoints; every test leaves the fleet at rest."""
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
-
-
-async def test_each_endpoint_is_scraped_by_one_replica_and_every_replica_has_its_metrics(scored: Any) -> None:
-    async def waiting() -> list[Any]:
-        pages = [await scored.get("endpoints", replica) for replica in range(3)]
-        return [each["waiting"] for page in pages for each in page]  # None while the metrics are stale
-
-    await scored.eventually(waiting, lambda found: found == [0] * 12, what="fresh metrics")
-
-    scrapers = partial(metric, scored, "epp_scrape_endpoints")
-    await scored.eventually(scrapers, lambda count: count == 4, what="one scraper for each endpoint")
 
 
 async def test_prompts_with_a_common_prefix_go_to_one_endpoint_through_any_replica(scored: Any) -> None:

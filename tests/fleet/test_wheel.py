@@ -54,11 +54,6 @@ class Installed:
     def options(self) -> dict[str, Any]:
         return {"cwd": self._folder, "env": {"PATH": os.defpath}}
 
-    @property
-    def scripts(self) -> Path:
-        (folder,) = self._folder.glob("venv/lib/*/site-packages/picker_fleet/_lua")
-        return folder
-
 
 def _needs(of: metadata.Distribution) -> Iterable[metadata.Distribution]:
     """The distributions of this environment that `of` requires without extras, directly or not."""
@@ -89,11 +84,6 @@ async def test_a_replica_from_the_wheel_decides_and_drains_if_no_extra_is_instal
         await replica.ready()
         assert parts([await replica.decide()]) == ["request_headers"]
         assert await replica.stopped() == 0
-
-
-def test_the_wheel_contains_every_lua_file(installed: Installed) -> None:
-    scripts = {path.relative_to(ROOT / "lua") for path in (ROOT / "lua").rglob("*.lua")}
-    assert {path.relative_to(installed.scripts) for path in installed.scripts.rglob("*.lua")} == scripts
 
 
 EXTRAS = {"up": "local", "load steady": "tools", "top": "tools", "audit": "tools"}

@@ -122,16 +122,23 @@ def page(at_s: float, **more: Any) -> EndpointMetrics:
     return EndpointMetrics(int(at_s * 1000), **PAGE, **more)
 
 
-@cases("before, after, refused", {
-    "the process started later": ({"started_s": 1e9}, {"started_s": 1e9 + 5}, False),
-    "the looked up tokens fell": ({"prefix_queries": 50.0}, {"prefix_queries": 9.0}, False),
-    "the preemptions fell": ({"preemptions": 5.0}, {"preemptions": 0.0}, False),
-    "it was away, and its page tells nothing": ({}, {}, True),
-    "it was away, and has looked nothing up since": ({"prefix_queries": 0.0}, {"prefix_queries": 0.0}, True),
-    "it slept": ({"unready": "asleep", "started_s": 1e9}, {"started_s": 1e9}, False),
+@cases("is_lost, before, after, refused", {
+    "the process started later": (True, {"started_s": 1e9}, {"started_s": 1e9 + 5}, False),
+    "the looked up tokens fell": (True, {"prefix_queries": 50.0}, {"prefix_queries": 9.0}, False),
+    "the preemptions fell": (True, {"preemptions": 5.0}, {"preemptions": 0.0}, False),
+    "it was away, and its page tells nothing": (True, {}, {}, True),
+    "it was away, and has looked nothing up since":
+        (True, {"prefix_queries": 0.0}, {"prefix_queries": 0.0}, True),
+    "it slept": (True, {"unready": "asleep", "started_s": 1e9}, {"started_s": 1e9}, False),
+    "nothing changed": (False, {"started_s": 1e9}, {"started_s": 1e9 + 0.01}, False),
+    "the network was away, but the process is the same":
+        (False, {"started_s": 1e9}, {"started_s": 1e9}, True),
+    "the network was away, but the counters went on":
+        (False, {"preemptions": 3.0}, {"preemptions": 3.0}, True),
+    "a page without the counters": (False, {"prefix_queries": 50.0}, {}, False),
 })  # fmt: skip
-def test_a_page_shows_that_an_engine_has_lost_its_cache(
-    before: dict[str, Any], after: dict[str, Any], refused: bool
+def test_the_index_forgets_a_cache_exactly_if_pages_show_that_the_engine_lost_the_cache(
+    is_lost: bool, before: dict[str, Any], after: dict[str, Any], refused: bool
 ) -> None:
     replica = Replica()
     replica.watch.read(A, page(1, **before))
@@ -140,26 +147,9 @@ def test_a_page_shows_that_an_engine_has_lost_its_cache(
     replica.watch.read(A, page(2, **after))
     replica.watch.read(A, page(3, **after))
 
-    assert replica.shared() == [LossRecord(A)]
-    assert replica.routes.index.match(PROMPT) == {}
-
-
-@cases("before, after, refused", {
-    "nothing changed": ({"started_s": 1e9}, {"started_s": 1e9 + 0.01}, False),
-    "the network was away, but the process is the same": ({"started_s": 1e9}, {"started_s": 1e9}, True),
-    "the network was away, but the counters went on": ({"preemptions": 3.0}, {"preemptions": 3.0}, True),
-    "a page without the counters": ({"prefix_queries": 50.0}, {}, False),
-})  # fmt: skip
-def test_the_index_keeps_a_cache_that_an_engine_keeps(
-    before: dict[str, Any], after: dict[str, Any], refused: bool
-) -> None:
-    replica = Replica()
-    replica.watch.read(A, page(1, **before))
-    if refused:
-        replica.watch.refused(A)
-    replica.watch.read(A, page(2, **after))
-
-    assert replica.shared() == []
+    assert replica.shared() == [LossRecord(A)] * is_lost
+    if is_lost:
+        assert replica.routes.index.match(PROMPT) == {}
 
 
 def test_a_replica_that_takes_over_compares_with_the_page_that_another_has_read() -> None:

@@ -76,3 +76,10 @@ async def test_in_mode_static_rows_have_no_reasons_and_no_command_reads_found_li
     shown = await rows(replica.view())
     assert set(shown.values()) == {(limit, None, None, False) for limit in LIMITS.values()}
     assert replica.reads == 0
+
+
+def test_an_unready_replica_says_why_it_does_not_join_its_pool() -> None:
+    replica = Replica({})
+    vars(replica).update(pulse=None, fault="", unfit="", refusal="the pool has format 2")
+    _, components = replica.view().ready()
+    assert components == {"redis": "ok", "pool": "the pool has format 2", "endpoints": "none is ready"}

@@ -1,7 +1,7 @@
 """Admission with failover: losing Redis, admitting locally, and resyncing."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from unittest.mock import AsyncMock
 
@@ -207,23 +207,18 @@ async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered(
     await asyncio.gather(*waiting)
 
 
-async def test_after_a_peer_has_left_no_budget_is_recovered_while_its_requests_may_run_unseen() -> None:
+@pytest.mark.parametrize("may_run_unseen", [
+    lambda bench: bench.gate.failover.update_peers({"a": {"grpc": "a"}}),  # a peer has left
+    # A renewal is ignored in a pause of the replica.
+    lambda bench: (bench.stand_still(), bench.gate.renew(Alive("runs", E1, "token"))),
+])  # fmt: skip
+async def test_no_budget_is_recovered_while_requests_may_run_unseen(
+    may_run_unseen: Callable[[Bench], object],
+) -> None:
     clock = [1.0]
     bench = Bench(FULL, clock=lambda: clock[0])
     clock[0] += 2 * UNSEEN_S
-    bench.gate.failover.update_peers({"a": {"grpc": "a"}})
-    bench.gate.failover.redis_lost("refused", "away")
-    assert bench.gate.failover.outage_count() is None
-    clock[0] += UNSEEN_S
-    assert bench.gate.failover.outage_count() is not None
-
-
-async def test_after_a_renewal_ignored_in_a_pause_no_budget_is_recovered_before_the_next_renewal() -> None:
-    clock = [1.0]
-    bench = Bench(FULL, clock=lambda: clock[0])
-    clock[0] += 2 * UNSEEN_S
-    bench.stand_still()
-    bench.gate.renew(Alive("runs", E1, "token"))
+    may_run_unseen(bench)
     bench.gate.failover.redis_lost("refused", "away")
     assert bench.gate.failover.outage_count() is None
     clock[0] += UNSEEN_S
