@@ -6,7 +6,6 @@ An idle worker takes the next file, so long files should come first.
 
 import multiprocessing
 import os
-from collections.abc import Iterator
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
@@ -31,13 +30,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         fork.Process(target=_work, args=(session, files, there, [*workers, here])).start()
         there.close()
         workers.append(here)
-    _follow(session, workers, iter(range(len(files))))
+    _follow(session, workers, files)
     return True
 
 
-def _follow(session: pytest.Session, workers: list[Connection], files: Iterator[int]) -> None:
+def _follow(session: pytest.Session, workers: list[Connection], files: list[list[pytest.Item]]) -> None:
     """Give each idle worker the number of the next file, and report the tests' results, until all end."""
-    hook, running = session.config.hook, dict[Connection, int | None]()
+    hook, numbers = session.config.hook, iter(range(len(files)))
+    running: dict[Connection, int | None] = {}
     while workers:
         for worker in wait(workers):
             assert isinstance(worker, Connection)
@@ -45,11 +45,11 @@ def _follow(session: pytest.Session, workers: list[Connection], files: Iterator[
                 data = worker.recv()
             except EOFError:
                 workers.remove(worker)
-                if running[worker] is not None:
-                    raise session.Failed("a worker ended before its tests") from None
+                if (number := running[worker]) is not None:
+                    session.shouldfail = f"a worker ended in {files[number][0].location[0]}"
                 continue
             if data is None:
-                running[worker] = None if session.shouldfail else next(files, None)
+                running[worker] = None if session.shouldfail else next(numbers, None)
                 worker.send(running[worker])
             else:
                 report = hook.pytest_report_from_serializable(config=session.config, data=data)
