@@ -257,6 +257,7 @@ def _set_header(key: str, value: str) -> bytes:
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
 
 
+@lru_cache(maxsize=64)
 def _remove_header(key: str) -> bytes:
     """A HeaderMutation entry that removes header `key`."""
     return _field(b"\x12", key.encode())
@@ -305,8 +306,7 @@ def response_headers(added: Mapping[str, str], *, removed: Iterable[str] = (), s
     Unless `sized`, the content-length is removed, since the body's length will change.
     """
     mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
-    for name in removed if sized else (*removed, "content-length"):
-        mutation += _field(b"\x12", name.encode())
+    mutation += b"".join(map(_remove_header, removed if sized else (*removed, "content-length")))
     return _passed_on(mutation)
 
 
