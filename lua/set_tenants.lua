@@ -35,9 +35,9 @@ local function set_tenants(args)
       moves_charges = moves_charges or node == '' or string.find(node, 'over_limit', 1, true)
         or settings.tenants and tenants.node(path).over_limit ~= 'queue'
     end
-    local waiting = settings.tenants and moves_charges and requests_in(key.timers) or {}
+    local waiting = settings.tenants and (moves_charges or counts_running) and requests_in(key.timers) or {}
     table.sort(waiting, function(a, b) return a.arrived == b.arrived and a.id < b.id or a.arrived < b.arrived end)
-    local refused = quotas.change_nodes(waiting, function()
+    local refused = quotas.change_nodes(moves_charges and waiting or {}, function()
       for at = 3, #args, 2 do
         if args[at + 1] == '' then
           defer_write('HDEL', hash, args[at])
@@ -50,7 +50,7 @@ local function set_tenants(args)
       if settings.tenants and counts_running then
         -- A new bound has not counted the running requests, but their ends will lower its count.
         local found = requests_in(key.inflight)
-        for _, r in ipairs(requests_in(key.timers)) do found[#found + 1] = r end
+        for _, r in ipairs(waiting) do found[#found + 1] = r end
         quotas.recount(found)
       end
     end)
