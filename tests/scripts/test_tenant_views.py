@@ -82,8 +82,9 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         with pytest.raises(Refused):
             await views.page("nobody")
         # Only nodes with settings for their own path have metrics, which the leader shows.
-        shown_metrics = TenantMetrics(a.store, a.metrics)
-        await shown_metrics.look(views.tree())
+        clock_s = [0.0]
+        shown_metrics = TenantMetrics(a.store, a.metrics, lambda: clock_s[0])
+        await shown_metrics.look(views.tree(), "1")
         a.metrics.over_limit("tokens 3600000 acme", Tree([Node(path="acme")]))
         a.metrics.over_limit("parallel 0 acme/chat", Tree([Node(path="acme/*")]))
         a.metrics.demoted("acme/chat/k2", Tree([Node(path="acme", over_limit="demote")]))
@@ -98,7 +99,16 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
             ("epp_tenant_over_limit_total", "action=reject", "tenant=other", "unit=parallel"): 1,
             ("epp_tenant_over_limit_total", "action=demote", "tenant=acme"): 1,
         }
-        await shown_metrics.look(None)
+        # A Redis that has lost the balances gets them again, less what has leaked, once.
+        for unit, per in (("tokens", "3600000"), ("budget", "month")):
+            assert await a.store.top_up_tenant("acme", unit, per, 1000.0)  # as if Redis had lost them
+        clock_s[0] = 1800.0
+        for epoch in ("2", "2", "3"):
+            await shown_metrics.look(views.tree(), epoch)
+            tokens, month = (await node(views, "acme")).limits
+            assert tokens.remaining == pytest.approx(50, abs=2)
+            assert month.remaining == 920
+        await shown_metrics.look(None, "3")
         assert not [key for key in samples(a.metrics) if key[0] == "epp_tenant_remaining"]
 
 

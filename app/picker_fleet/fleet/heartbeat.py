@@ -182,8 +182,8 @@ class Membership:
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
         self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
         self._limits, self._on_config, self._usage = limits, on_config, usage
-        self._tenant_metrics = TenantMetrics(store, metrics)
         self._clock = asyncio.get_running_loop().time
+        self._tenant_metrics = TenantMetrics(store, metrics, self._clock)
         self._publisher = Publisher(store, settings)
         self._tenants = TenantNodes(store, settings)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
@@ -381,7 +381,7 @@ class Membership:
         if full or self._clock() - self._followed_s >= self._leases.heartbeat:
             await self._follow_state()
             if self._usage is not None:
-                await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None)
+                await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None, self._epoch)
                 with contextlib.suppress(WritesRefused):  # the counts stay; heartbeats go on
                     await self._usage.flush()
 
