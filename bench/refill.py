@@ -73,7 +73,7 @@ class _ModelServer(ModelServer):
 
 
 async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
-    """Send one request after the other until `stop` is set. Raises ConnectionError if one is not served."""
+    """Send requests one by one until `stop` is set. Raises ConnectionError if a request is not served."""
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()

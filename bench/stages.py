@@ -89,8 +89,8 @@ def _mixed(dice: random.Random) -> tuple[int, int]:
 
 
 # A long prompt alone takes 0.63 s, and each further token 0.022 s. The strict objectives are 3 and 1.5 times
-# as long, as Splitwise has for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed ones are
-# DistServe's for summarization; `short` has DistServe's for a chatbot with OPT-13B (table 1).
+# as long, as Splitwise has for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed objectives
+# are DistServe's for summarization; those of `short`, DistServe's for a chatbot with OPT-13B (table 1).
 _STRICT_S = 1.9, 0.033
 CASES = {
     "long-strict": Case(_long, *_STRICT_S, per_s=3.3, thresholds=(0, _NEVER)),
@@ -131,10 +131,10 @@ class Served:
 
 
 class Pool:
-    """Simulated servers: `prefill` of them prefill and `decode` of them decode; with `both`, all do both.
-    `stages` is the section `scheduling.stages`, None for whole requests. `objective` gives the latency
-    objective by the prompt's tokens; if set, endpoints are scored by it, and requests that no endpoint can
-    serve in time are `refused`."""
+    """Simulated servers: the number `prefill` of servers that prefill, and `decode` of servers that decode;
+    with `both`, all do both. `stages` is the section `scheduling.stages`, None for whole requests.
+    `objective` gives the latency objective by the prompt's tokens; if set, endpoints are scored by it, and
+    requests that no endpoint can serve in time are `refused`."""
 
     def __init__(
         self,

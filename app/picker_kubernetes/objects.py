@@ -41,7 +41,7 @@ POOL_GROUP: Final = "inference.networking.k8s.io"
 _NO_POOL = "PoolNotFound"
 _TAKE_OVER_S = 30.0  # time for an owner to update a condition for an object's new version
 _WRITE_S = 1.0  # time for writing conditions while changes wait; one slow API call takes up to 10 s
-_MOST_CYCLES = 8  # finding one takes about 2 ms among a thousand rewrites
+_MOST_CYCLES = 8  # finding a cycle among a thousand rewrites takes about 2 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
         try:
             TopologicalSorter(targets).prepare()
         except CycleError as fault:
-            cycle: list[str] = fault.args[1][::-1]  # from each model to one of its targets
+            cycle: list[str] = fault.args[1][::-1]  # each model is followed by one of its targets
         else:
             break
         targets[cycle[0]].remove(cycle[1])  # finds another cycle in the next turn

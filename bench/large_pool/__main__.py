@@ -37,7 +37,7 @@ from picker_tools.local_fleet.processes import picker_command
 _REPLICAS = 2
 _SMALL, _LARGE = 10, 1000  # pods
 _ROUNDS = 12
-_REPLACED_S = 600.0  # every pod is replaced within so many seconds, a tenth each minute
+_REPLACED_S = 600.0  # every pod is replaced within this time, a tenth of the pods each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
 _SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common text; a prompt's own characters

@@ -77,7 +77,7 @@ class Formula:
         )
 
     def cores(self, fleet: Fleet) -> float:
-        """The cores that Valkey needs for `fleet`. Above 1, one Valkey is not enough."""
+        """The cores that Valkey needs for `fleet`. A result above 1: one Valkey is not enough."""
         fitted_us = fleet.replicas * self.replica + _woken(fleet, self.calm) * self.wake
         return (self._known_us(fleet) + fitted_us) / 1e6
 

@@ -27,7 +27,7 @@ from bench.rig.report import describe_run, options_parser, table, with_section, 
 
 _GRID = (8, 16, 32, 64)
 _SETTLED_S, _SEARCHED_S = 6.0, 18.0  # seconds into a run of the search: figures begin, run ends
-_WARM_S, _END_S = 20.0, 50.0  # the same for a compared run
+_WARM_S, _END_S = 20.0, 50.0  # seconds into a compared run: figures begin, run ends
 _EVENT_S, _EVENT_END_S = 25.0, 55.0
 _ALIKE = 0.98  # best: of the bounds with this share of the highest throughput the least p95 TTFT
 _CHATS = KINDS["short-chats"]

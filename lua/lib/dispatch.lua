@@ -140,7 +140,7 @@ local function grant(r, tag, take, turn_of, picks)
   end
 end
 
--- Whether a node of request r lacks balance. If so, throttle the node, or end r if no balance will suffice.
+-- Whether a node of request r lacks balance. Throttle such a node, or end r if no balance will suffice.
 local function is_short_of_balance(r)
   local member, wait_ms, is_over_burst = quotas.lacking(r)
   if is_over_burst then

@@ -123,7 +123,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Whether an endpoint is published, or was published before and still runs requests.
   function stage.is_known(address) return load_of(address) >= 0 end
 
-  -- Set the load of an endpoint that begins or ceases to take new requests. The table `window` is then out of date.
+  -- Set the load of an endpoint that begins or ceases to take new requests, which makes `window` out of date.
   function stage.set_load(address, load)
     loads[address], changed_loads[address] = load, true
     window, all_counted = nil, nil

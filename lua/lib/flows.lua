@@ -167,11 +167,11 @@ do
     if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
-  -- Return the start tag of a member that becomes backlogged. `finish`: its last finish tag; `share`: the share of its
-  -- next request. If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A client that makes
-  -- a new flow for each request would thus always be served first, so all newcomers together are charged to the tag
-  -- `new`, like one flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one share after v, as
-  -- if it had been served once.
+  -- Return the start tag of a member that becomes backlogged. `finish`: the member's last finish tag; `share`: the
+  -- share of its next request. If finish <= v (the virtual time), the flow queue is a newcomer and starts at v. A
+  -- client that makes a new flow for each request would thus always be served first, so all newcomers together are
+  -- charged to the tag `new`, like one flow. While `new` is at least NEWCOMERS shares ahead of v, a newcomer starts one
+  -- share after v, as if it had been served once.
   local NEWCOMERS = 100
   local function start_tag(band, parent, finish, share)
     local v = virtual_time(band, parent)
@@ -383,7 +383,7 @@ do
     leave_ancestors(band, member)
   end
 
-  -- Put a throttled member back in order. Return false if it was not throttled or holds no request.
+  -- Put a throttled member back in order. Return false if the member was not throttled or holds no request.
   function queue.unthrottle(band, member)
     local tag = throttle.remove(band, member)
     if not tag then return false end

@@ -10,9 +10,9 @@ do -- a chunk may have 200 locals
   local INNER = tenants.INNER
 
   -- Balances, in the tables of limits (lib/tenants.lua): `owed` is the used part of the limit: units owed now, units
-  -- spent in this period, or requests in flight. For a `served` count it is the cost served. Each call reads a balance
-  -- once, and writes it once. Balances are cached between calls while only this library changes the pool. `stored` is
-  -- the number last written, `stored_ms` the time; a budget's number is valid until `ends_ms`.
+  -- spent in this period, or requests in flight. For a `served` count `owed` is the cost served. Each call reads a
+  -- balance once, and writes it once. Balances are cached between calls while only this library changes the pool.
+  -- `stored` is the number last written, `stored_ms` the time; a budget's number is valid until `ends_ms`.
   local calls = 0 -- number of this call
   local decode -- (limit, text) -> number
 
@@ -366,7 +366,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- End the charge of a request. Refund it if the request ended `unserved`, unless its usage is known.
+  -- End the charge of a request; refund the charge if the request ended `unserved`, unless its usage is known.
   function quotas.ended(r, unserved)
     local found = charged_nodes(r)
     if not found then return end

@@ -186,7 +186,7 @@ do
 
     function it.find(id) return it.known[id] or it.parse(id, read('HGET', key[name], id)) end
 
-    -- Whether the registry has room for a new workload. If so, count the workload as registered.
+    -- Whether the registry has room for a new workload, which then counts as registered.
     function it.has_room()
       registered = registered or read('HLEN', key[name])
       if settings.max_workloads and registered >= settings.max_workloads then return false end
@@ -330,7 +330,7 @@ do
     by_id.changed[id] = w
   end
 
-  -- A request was refused after the function `arrived` counted it. Forget its workload if this was its first request
+  -- A request was refused after the function `arrived` counted it. Forget the workload if this was its first request
   -- and the registry is more than half full: refused requests with invented ids must not displace workloads in use.
   function workloads.refused(flow, id)
     if id == '' then return end

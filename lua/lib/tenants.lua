@@ -165,8 +165,8 @@ do -- a chunk may have 200 locals
     return weight or nil
   end
 
-  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers. They are
-  -- cached between calls while only this library changes the pool.
+  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers. The nodes
+  -- are cached between calls while only this library changes the pool.
   local states, states_known, changed_states = {}, 0, {} -- band -> node -> {band, node, v, new}; state -> true
   function tenants.state(band, node)
     local of_band = states[band]

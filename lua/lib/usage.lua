@@ -56,7 +56,7 @@ do -- a chunk may have 200 locals
   local SPAN = 50 -- requests that the averages span
   local LEAST_BASE, MOST_BASE, LEAST_SLOPE, MOST_SLOPE = -64, 2000, 0.02, 2
   local RIDGE = 0.01 -- if sizes hardly differ, the base is near 0
-  local EXTREME = 2 -- tokens count as at most so many times the estimate, and at least its reciprocal
+  local EXTREME = 2 -- tokens count as at most twice the estimate, and at least half of it
   -- A new model starts with averages as of five requests with sizes of about 100 and 1000, and size / 4 tokens.
   local NEW_N, NEW_U, NEW_V, NEW_UU, NEW_UV = 5, 0.0055, 0.25, 5.05e-5, 0.0055 * 0.25
 

@@ -32,7 +32,7 @@ _POLL_S = 0.1
 @asynccontextmanager
 async def browser() -> AsyncIterator["Browser"]:
     """A headless Chromium; .ci/packages installs it."""
-    from playwright.async_api import async_playwright  # here: every worker imports this module
+    from playwright.async_api import async_playwright  # imported here: every worker imports this module
 
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:

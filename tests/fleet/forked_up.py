@@ -102,7 +102,7 @@ async def fork_process(command: Sequence[str], output: IO[bytes], environment: M
 
 
 class _Forked:
-    """A forked child with the interface of `processes.Process`. One event loop uses it."""
+    """A forked child with the interface of `processes.Process`, for one event loop."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

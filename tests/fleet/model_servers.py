@@ -91,7 +91,7 @@ async def listening(serve: Serve, host: str = LOOPBACK, port: int = 0) -> AsyncI
 
 
 class CountingServers:
-    """Servers that count requests `in_flight` and the `peak` since `forget_peak`; each takes `service_s`."""
+    """Count requests `in_flight` and their `peak` since `forget_peak`; a request takes `service_s`."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -234,8 +234,8 @@ _READY_S, _GRACE_S = 60.0, 10.0
 
 @contextlib.asynccontextmanager
 async def process_at(url: str, command: Sequence[str]) -> AsyncIterator[Child]:
-    """Run a process, ready once `url` answers 200, until the block ends. Raises StartupError if it never
-    is."""
+    """Run a process, ready once `url` answers 200, until the block ends. Raises StartupError if the process
+    never gets ready."""
     with tempfile.TemporaryDirectory() as folder:
         child = await Child.start(command[0], command, Path(folder) / "log")
 

@@ -169,7 +169,7 @@ class Running(NamedTuple):
 
 
 class World:
-    """The simulated replicas, their Redis and their clients. `at_rest` takes it as a `Fleet`."""
+    """The simulated replicas, their Redis and their clients. `at_rest` takes a World as a `Fleet`."""
 
     def __init__(
         self,
@@ -355,8 +355,8 @@ class World:
 
     def _most_running(self, seen: Sequence[Running]) -> float:
         """The bound (G1, G8) at the last admission of the requests `seen`, all of which were in flight then.
-        It is doubled if a new primary lacks the last writes, and while only some replicas use Redis and
-        afterwards until the bound holds again (docs/redis.md, limits)."""
+        The bound is doubled if a new primary lacks the last writes, and from the time when only some replicas
+        use Redis until the bound holds again (docs/redis.md, limits)."""
         bound = max(seen, key=lambda each: each.seq).bound
         live = (each.pool for each in self.nodes if not each.dead.is_set())
         uses = {pool.admission.failover.outage is None for pool in live}

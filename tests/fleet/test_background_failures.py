@@ -64,8 +64,8 @@ class Injector:
 def _waits_at(coroutine: Any) -> tuple[str, Place | None]:
     """The name of the innermost task of `background.keep`, and the picker_fleet line where that task awaits.
 
-    The line is None in the pause after a failure. It is also None where asyncio would not clean up after an
-    exception: in a TaskGroup that waits for its tasks, and while a connection is made.
+    The line is None in the pause after a failure, and where asyncio would not clean up after an exception: in
+    a TaskGroup that waits for its tasks, and while a connection is made.
     """
     name, place, each = "", None, coroutine
     while isinstance(each, types.CoroutineType):

@@ -311,7 +311,7 @@ async def test_new_decisions_appear_live_unless_the_list_is_put_on_hold(here: An
 
 @pytest.fixture(scope="module")
 def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A fleet whose admin API requires tokens, without a decision log. Its start ends the fleet of `here`."""
+    """A fleet whose admin API requires tokens, without a decision log. Its start ends the other fleet."""
     file = tmp_path_factory.mktemp("tokens") / "alice"
     file.write_text("may-look")
     admin = {"token": "open-sesame", "tokens": [{"file": str(file), "role": "viewer"}]}

@@ -31,9 +31,9 @@ CLIENTS = 8
 class Servers:
     """Two servers that decode, as behind llm-d's sidecar, two that only prefill, and two that only encode.
 
-    The sidecar makes the prefill server of the header compute the prompt. If that fails, its own engine
-    computes the prompt, counted in `fallbacks`. The sidecar makes the encoders of the header encode the
-    images in turn; if one fails, the client gets 502.
+    The sidecar makes the prefill server of the header compute the prompt. If the prefill server fails, the
+    sidecar's own engine computes the prompt, counted in `fallbacks`. The sidecar makes the encoders of the
+    header encode the images in turn; if one fails, the client gets 502.
     """
 
     def __init__(self) -> None:

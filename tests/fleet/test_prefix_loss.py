@@ -19,8 +19,8 @@ def prompt(number: int) -> str:
 
 
 async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
-    """Send the conversation's next turn. Returns the replica that placed it, and by endpoint the share of the
-    prompt that this replica assumed to be cached."""
+    """Send the conversation's next turn. Returns the replica that placed the turn, and by endpoint the share
+    of the prompt that this replica assumed to be cached."""
     assert (await complete(fleet.url, prompt(number) + "And then?", 2)).served
     entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
     for replica in range(3):

@@ -37,7 +37,7 @@ _EXT_PROC = "envoy.filters.http.ext_proc"
 _HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DESTINATION = "x-gateway-destination-endpoint"
 _SERVED_HEADER = "x-test-served"
-SUBSET_HEADER = "x-test-subset"  # the function `subset` makes its value
+SUBSET_HEADER = "x-test-subset"  # the function `subset` makes this header's value
 Tree = dict[str, Any]
 
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"make long ARGS='{name} …'", description=module.__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report to DIR")
     module.add_options(parser)
-    # `make` forwards SIGTERM. Treat it as Ctrl-C, so that each test ends the processes that it started.
+    # `make` forwards SIGTERM. Treat SIGTERM as Ctrl-C, so that each test ends the processes that it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parser.parse_args(rest)
     findings = Findings(f"make long ARGS='{' '.join(arguments)}'")

@@ -94,7 +94,7 @@ class Call:
 
 
 def call_of(request_id: str) -> Call:
-    """The call that belongs to `request_id`; every process returns the same."""
+    """The call that belongs to `request_id`, the same call in every process."""
     dice = random.Random(request_id)
     number = dice.randrange(len(FLOWS))
     shared = dice.random() < 0.5

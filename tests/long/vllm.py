@@ -29,7 +29,7 @@ from picker_tools.local_fleet.parts import MODES
 _COMPLETIONS = "/v1/completions"
 _CALL_S, _WAIT_S = 120.0, 30.0
 _SERVED = "x-picker-served"
-_LONG = 1900  # an answer of so many tokens outlasts a check
+_LONG = 1900  # an answer of this many tokens outlasts a check
 # Tokens of a load's answers. Answers of equal length would end together, and a scrape could then see an idle
 # vLLM.
 _LOAD_TOKENS = (500, _LONG)

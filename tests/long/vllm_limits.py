@@ -26,7 +26,7 @@ from picker_tools.load.generator import Client, Load, Request, flow_header, quan
 _TOKENS, _PROMPT_BYTES = 48, (100, 200)  # the tokenizer makes a token of each byte
 _GRID = (2, 4, 8, 16, 32, 64, 128)
 _SEARCHED_S = (5.0, 15.0)  # seconds into a run of the search: figures begin, run ends
-_MEASURED_S = (20.0, 45.0)  # the same for a compared run
+_MEASURED_S = (20.0, 45.0)  # seconds into a compared run: figures begin, run ends
 _ALIKE = 0.98  # best: of the bounds with this share of the most requests a second the least p95 TTFT
 _DRAIN_S = 60.0
 

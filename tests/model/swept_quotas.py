@@ -41,7 +41,7 @@ class SweptQuotas(Quotas):
         return True
 
     def never_suffices(self, request_id: str) -> bool:
-        """Whether the first node whose balance a waiting request lacks can never grant the request."""
+        """Whether the first node without enough balance for a waiting request can never grant it."""
         charge = self.charges[request_id]
         lacks = (self._lack(node, charge) for node in self._nodes(charge.flow) if node.over_limit == "queue")
         return any(lack.over_burst for lack in [next(filter(None, lacks))])

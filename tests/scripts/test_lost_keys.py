@@ -18,7 +18,7 @@ from picker_fleet.domain.request import Alive, Endpoint, Placement
 ENDPOINTS, EACH, CLIENTS = 4, 2, 16
 DRAINED = addresses(ENDPOINTS)[-1]
 BOUND = (ENDPOINTS - 1) * EACH
-# As many places as decode endpoints have: while all prefill endpoints are full, no flow queue is in order.
+# Prefill endpoints have as many places as decode endpoints: while all are full, no flow queue is in order.
 PREFILLERS = ("10.0.1.1:8000", "10.0.1.2:8000", "10.0.1.3:8000")
 STAGES = (
     *map(Endpoint, addresses(ENDPOINTS)),

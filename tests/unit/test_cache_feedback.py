@@ -64,8 +64,8 @@ class Replica:
         )
 
     def shared(self) -> list[Any]:
-        """The records of evidence and losses that this replica has shared since the last call; applies
-        them."""
+        """Apply and return the records of evidence and losses that this replica has shared since the last
+        call."""
         found = [each for each in self.routes._completions if isinstance(each, EvidenceRecord | LossRecord)]
         self.routes._completions.clear()
         self.routes._apply(found)

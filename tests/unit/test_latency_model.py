@@ -131,7 +131,7 @@ def test_after_any_observations_a_prediction_is_positive_and_grows_with_the_load
 
 
 def test_with_few_requests_in_flight_few_prompts_in_prefill_are_predicted() -> None:
-    # In an overload many prompts wait for their prefill; under a lower limit they would wait elsewhere.
+    # In an overload many prompts wait for their prefill; under a lower limit they would wait in the queue.
     model, draw = LatencyModel(), random.Random(1)
     assert model.forecast_at(MODEL, SLOW, 2) == UNKNOWN
     for _ in range(400):

@@ -116,7 +116,7 @@ async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_l
         bench.end("next", placed[0])
         assert (await bench.place("resyncing", flow="acme/x")).quota == "requests=8,7,1"
         bench.tell_peers()
-        # Then the replica charges there the two requests that it granted.
+        # Then the replica charges in Redis the two requests that it granted.
         await until(lambda: bench.store.top_ups)
         assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 

@@ -221,7 +221,7 @@ def test_a_malformed_quota_is_not_shown(text: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_client_receives_its_limits_in_every_mode_in_place_of_the_model_servers(mode: str) -> None:
+async def test_a_client_gets_its_limits_in_every_mode_instead_of_the_model_servers_limits(mode: str) -> None:
     talk = Talk(settings={"tenants": {}})
     talk.gate.placement = PLACEMENT._replace(quota=QUOTA)
     answers = await talk.say(headers(mode), body(ASK))

@@ -30,7 +30,7 @@ _MAX_DECISIONS = 100
 _INTERVAL_S = 1.0
 _READ_S = 2.0
 _PING_S = 10.0
-_IDLE_S = 5.0  # after so many seconds without a read the next read starts afresh
+_IDLE_S = 5.0  # after this many seconds without a read the next read starts afresh
 _GREETING = b"retry: 1000\n\n"
 _PING = b": ping\n\n"
 
@@ -189,8 +189,8 @@ class Events:
     def join(self, address: str = "") -> Listener | None:
         """Add a listener; None if `address` has MAX_AT_ADDRESS listeners or the replica is stopping.
 
-        At MAX_LISTENERS, the address with the most listeners loses its newest one, if it then still has at
-        least as many as `address` would have. If not, return None.
+        At MAX_LISTENERS, the address with the most listeners loses its newest listener if it would still have
+        at least as many as `address`. If not, return None.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:

@@ -207,7 +207,7 @@ class FleetStateCache:
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
             self._max_flows, pause_s=pause_s / 2
-        )  # twice as many, since these take half the time
+        )  # half the pause: these script calls take half as long
         as_of_s = self._clock()
         self.last = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s

@@ -31,7 +31,7 @@ from picker_fleet.domain.units import bearer_token, is_loopback
 from picker_fleet.fleet.live_config import LIVE
 
 BURST_S = 2.0  # a burst may have as many calls as the rate allows in these seconds
-CHANGE_COST = 10  # a change counts as so many calls: it costs several scripts and work on every replica
+CHANGE_COST = 10  # a change counts as this many calls: it takes several scripts and work on every replica
 _MAX_CLIENTS = 1024
 _REFUSAL_DELAY_S = 1.0  # delay of a refusal, for clients that ignore Retry-After
 _READ_METHODS = ("GET", "HEAD")

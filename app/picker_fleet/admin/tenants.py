@@ -96,7 +96,7 @@ class TenantTree:
         )
 
     # Changes return the former and the new value, and note both in `request.state.detail`, for the record of
-    # the change. They raise StateFault if Redis does not answer.
+    # the change. Changes raise StateFault if Redis does not answer.
 
     async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
         """Replace the node at `path`. Raises ConfigError if the node is invalid, or its limits do not fit

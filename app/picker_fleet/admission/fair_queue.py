@@ -340,7 +340,7 @@ class FairQueue(Generic[R]):
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
-        """Queue request r in order. It becomes overdue after `starvation_ms` (0: after half of its TTL)."""
+        """Queue request r in order. Request r becomes overdue after `starvation_ms` (0: half of its TTL)."""
         band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
@@ -378,8 +378,8 @@ class FairQueue(Generic[R]):
             self._leave(levels[:depth])
 
     def unthrottle(self, priority: int, child: str) -> bool:
-        """Let a throttled flow queue or inner node take turns again. It does not catch up on missed turns.
-        Returns False if the child was not throttled."""
+        """Let a throttled flow queue or inner node take turns again, without the missed turns. Returns False
+        if the child was not throttled."""
         band = self.bands[priority]
         *above, (order, _, _) = band.levels(child, self.policy.tree)
         if child not in order.throttled:

@@ -31,12 +31,12 @@ class Phase(enum.Enum):
 
     | phase     | event    | next      |                                                                     |
     |-----------|----------|-----------|---------------------------------------------------------------------|
-    | (unknown) | place    | PLACED    | this replica placed it                                              |
-    | (unknown) | see      | SEEN      | an access log reports it; another replica placed it                 |
+    | (unknown) | place    | PLACED    | this replica placed the request                                     |
+    | (unknown) | see      | SEEN      | an access log reports the request; another replica placed it        |
     | (unknown) | end      | ENDED     |                                                                     |
-    | PLACED    | withdraw | WITHDRAWN | the placement never reached Envoy, which may send it elsewhere      |
+    | PLACED    | withdraw | WITHDRAWN | Envoy never got the placement and may send the request elsewhere    |
     | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
-    | WITHDRAWN | see      | SEEN      | the withdrawal released its budget, so the end must not    |
+    | WITHDRAWN | see      | SEEN      | the withdrawal released the budget, so the end must not             |
     | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
     | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
     """

@@ -220,8 +220,8 @@ class LocalGate:
         self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""
     ) -> None:
         """A started request has ended: correct its tenants' charges by its `usage` (prompt, cached and answer
-        tokens), or refund them if the request is `unserved`. `flow`: its flow if another replica may have
-        started it in this outage, else ''."""
+        tokens), or refund them if the request is `unserved`. `flow`: the request's flow if another replica
+        may have started the request in this outage, else ''."""
         quotas = self._quotas
         if quotas is None:
             return

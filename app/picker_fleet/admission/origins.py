@@ -61,8 +61,8 @@ class Origins:
         return self._known_of(wanted)
 
     def read_token(self, request_id: str) -> str:
-        """The accounting token of a request that needs no admission. Envoy returns it with the access-log
-        entry, so that the replica trusts the ids in that entry."""
+        """The accounting token of a request that needs no admission. Envoy returns the token in the
+        access-log entry, so that the replica trusts the entry's ids."""
         return accounting_token.of_read(request_id, self._keys)
 
     def _remember(self, state_id: str, endpoint: str) -> None:

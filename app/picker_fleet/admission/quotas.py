@@ -94,8 +94,8 @@ class _Settings(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """A node's limit that does not suffice for a request. `wait_ms`: the time until it does, infinite if
-    other requests must end first. `over_burst`: it never will."""
+    """A node's limit that does not suffice for a request. `wait_ms`: the time until it suffices, infinite if
+    other requests must end first. `over_burst`: the limit never suffices."""
 
     path: str
     limit: Limit
@@ -206,7 +206,7 @@ class Quotas:
         self._log("used", request_id)
 
     def end(self, request_id: str, *, unserved: bool) -> None:
-        """End the charge of a request. Refund it if the request is `unserved` and its usage unknown."""
+        """End a request's charge; refund the charge of an `unserved` request whose usage is unknown."""
         charge = self.charges.pop(request_id, None)
         if charge is None or not (nodes := self._nodes(charge.flow)):
             return
@@ -328,7 +328,7 @@ class Quotas:
         return limit.burst - self._taken(limit)
 
     def _taken(self, limit: Limit) -> float:
-        """The units owed to a limit, in flight under it, or spent of it in this period."""
+        """The units of a limit that are owed, are in flight, or were spent in this period."""
         return self._units(limit, self.balances.get(limit.key))
 
     def _units(self, limit: Limit, balance: tuple[float, ...] | None) -> float:

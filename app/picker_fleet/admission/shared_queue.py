@@ -271,7 +271,7 @@ class SharedQueue:
             verdict = answer
 
     async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
-        """Place a granted request. Returns None if it must be admitted again; raises every refusal."""
+        """Place a granted request. None: the request must be admitted again. Raises every refusal."""
         request = waiter.request
         # Make the new future before the call: Redis may queue and grant the request before its task runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True

@@ -43,7 +43,7 @@ OF_PROCESS: Final = (
     "logging",
     "tracing",
 )
-_MAX_YAML_CHARS = 4 * 2**20  # parsing so many takes half a minute
+_MAX_YAML_CHARS = 4 * 2**20  # parsing this many takes half a minute
 SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-VERSION: Final = 1  # of the interface: raise it if extensions for the present version would no longer work
+VERSION: Final = 1  # the interface's version: raise it if present extensions would no longer work
 
 SCORERS: Final = "picker_fleet.scorers"
 FILTERS: Final = "picker_fleet.filters"

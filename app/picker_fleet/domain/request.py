@@ -256,7 +256,7 @@ KV_EVENTS_PORT = "picker-fleet/kv-events-port"  # overrides `scheduling.kv_event
 
 
 class Ejection(NamedTuple):
-    """Why an endpoint is ejected, and until when (Redis's clock). A probe then decides whether it returns."""
+    """Why an endpoint is ejected, and until when (Redis's clock). Then a probe decides about its return."""
 
     reason: str
     until_ms: int
@@ -268,8 +268,8 @@ class Endpoint:
 
     `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
     gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
-    (connections fail) or `ejected` (its answers fail). It serves whole requests if it `decodes`; for other
-    endpoints it computes prompts if it `prefills`, and encodes media if it `encodes`.
+    (connections fail) or `ejected` (its answers fail). An endpoint that `decodes` serves whole requests; one
+    that `prefills` computes prompts for others, and one that `encodes` encodes media for others.
     """
 
     address: str

@@ -19,8 +19,8 @@ from picker_fleet.domain.units import AutoCount, Count, Duration, Name, Number, 
 class ScorerUse(NamedTuple):
     """A scorer's inputs, and whether it serves the stage prefill.
 
-    `pages`: metrics scraped from model servers. `request`: the request, so that its scores cannot be cached
-    for others. `prefill`: it says where a prompt is computed soonest, not where the answer is.
+    `pages`: metrics scraped from model servers. `request`: the request, so that scores for one request cannot
+    be cached for others. `prefill`: the scorer says where a prompt, not an answer, is computed soonest.
     """
 
     pages: bool = False

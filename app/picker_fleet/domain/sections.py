@@ -186,7 +186,7 @@ class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
     max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # limit of requests in flight, fleet-wide
-    metrics_port: Port | None = None  # port of the metrics page, if not that of requests
+    metrics_port: Port | None = None  # port of the metrics page; None: the port of requests
     metrics_path: UrlPath | None = None
 
 
@@ -405,7 +405,7 @@ class FairRequestQueue(Section):
         return self
 
 
-# Keys that set the bounds of the stock by hand. They imply the mode `static`.
+# Keys that set the bounds of the stock by hand. These keys imply the mode `static`.
 _BOUNDS = (
     "watermark_per_backend",
     "percentage_deviation_for_bounds",

@@ -32,7 +32,7 @@ _MOST = 1e12  # a double in Lua adds up to a million such amounts exactly
 Unit = Literal["requests", "tokens", "prompt_tokens", "answer_tokens"]
 _UNITS: Final[tuple[Unit, ...]] = ("requests", "tokens", "prompt_tokens", "answer_tokens")
 _PER_MS: Final = {"1s": 1000, "1m": 60_000, "1h": 3_600_000, "1d": 86_400_000}
-# The names of limits' periods by their milliseconds; `parallel` has none. A budget's period is its own name.
+# Names of limits' periods by their milliseconds; `parallel` has no period. A budget's period is its name.
 PERIODS: Final = {"0": "", **{str(ms): name for name, ms in _PER_MS.items()}}
 
 Amount = Annotated[int, Field(strict=True, gt=0, le=_MOST)]
@@ -138,7 +138,7 @@ class Node(Section):
 
     @classmethod
     def of_shared(cls, path: str, text: str) -> "Node":
-        """The node of `path` from the JSON that `shared` returns. Raises ValueError if it is malformed."""
+        """The node of `path` from the JSON that `shared` returns. Raises ValueError for malformed JSON."""
         told: dict[str, Any] = json.loads(text)
         pers = {per_ms: per for per, per_ms in _PER_MS.items()}
         if "limits" in told:

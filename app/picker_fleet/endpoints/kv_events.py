@@ -91,7 +91,8 @@ _ALL: Final = b"*"  # stands in place of a link if all blocks are removed
 
 
 class Changes(NamedTuple):
-    """`is_cleared`: the engine has dropped its whole cache. Then: link -> whether it is stored now."""
+    """`is_cleared`: the engine has dropped its whole cache. `stored`: link -> whether its block is stored
+    since."""
 
     is_cleared: bool
     stored: dict[bytes, bool]
@@ -197,9 +198,8 @@ class KvEventReader:
     The endpoint's label `picker-fleet/kv-events-port`, else `port`, is the port of its PUB socket; the replay
     socket, if there is one, has the next port. One event loop.
 
-    A session lasts as long as a connection. It begins with the past batches that the engine still has, and
-    reads missed batches again. If the engine no longer has them, and after a malformed batch, a new session
-    begins.
+    A session lasts as long as a connection. It first reads the past batches that the engine still has, and
+    reads missed batches again. If those are gone, or a batch is malformed, a new session begins.
     """
 
     def __init__(self, port: int, listener: Listener) -> None:
@@ -283,7 +283,7 @@ class KvEventReader:
                 if expected is not None and sequence > expected:
                     expected = await replay(expected)
                 if expected is not None and sequence < expected:
-                    await asyncio.sleep(_SKIPPED_S)  # the replay had it already
+                    await asyncio.sleep(_SKIPPED_S)  # the replay already contained this batch
                     continue
                 if expected and expected != sequence:
                     return

@@ -114,8 +114,8 @@ class Place:
 
 
 def place_of(endpoint: Endpoint, engines: tuple[Engine, ...], scraping: Scraping) -> Place:
-    """The place of the page of `endpoint`, by the endpoint's labels, else by the configuration. Labels with
-    unusable values are ignored."""
+    """Where the metrics page of `endpoint` is, by the endpoint's labels, else by the configuration. Labels
+    with unusable values are ignored."""
     labels = endpoint.labels
     port, scheme = labels.get(METRICS_PORT, ""), labels.get(METRICS_SCHEME, "")
     path = labels.get(METRICS_PATH, "")

@@ -60,7 +60,7 @@ class Assignment:
 
 
 def scrapers_wanted(endpoints: int) -> int:
-    """The number of replicas that should scrape `endpoints` endpoints, if the fleet has so many replicas."""
+    """The number of replicas that should scrape `endpoints` endpoints, if the fleet is large enough."""
     return min(_MOST_SCRAPERS, max(_LEAST_SCRAPERS, math.ceil(endpoints / _ENDPOINTS_A_SCRAPER)))
 
 
@@ -112,7 +112,7 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # after so many looks without publishing a scraper is silent; it publishes once a look
+_SILENT_LOOKS = 3  # a scraper publishes once a look, and is silent after missing this many
 # A replica spends 1 % of a core on scraping (endpoints/scraper.py), enough for about 16 endpoints whose pages
 # take their servers 8 ms each.
 _ENDPOINTS_A_SCRAPER = 16

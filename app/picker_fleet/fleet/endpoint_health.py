@@ -137,7 +137,7 @@ class Probes:
             self._stuck &= listed
 
     def _most_are_silent(self) -> bool:
-        """Whether most endpoints give no answer. Then late scraping or high load is the cause, and marking
+        """Whether most endpoints give no answer: then late scraping or high load is the cause, and marking
         silent endpoints down would leave too few."""
         readings = self._readings.snapshot()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]

@@ -32,7 +32,7 @@ _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.1
 _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
 _PREEMPTED: Final = 1 / 16  # least fraction of a batch preempted between two pages that counts as a signal
-_CONFIRMED: Final = 2  # so many pages in a row with a queue in the engine count as a signal
+_CONFIRMED: Final = 2  # this many pages in a row with a queue in the engine are a signal
 _DEEPEST_CUT: Final = 0.5  # a limit falls at most to this fraction at once
 _CUT: Final = 0.93  # factor for a limit at which requests were preempted or refused
 _FIRST_PAUSE_S: Final = 4.0
@@ -103,7 +103,7 @@ class EndpointLimit:
     changed_s: float
     grows_fast: bool = True  # whether the limit doubles: no signal of a full engine has come yet
     pause_s: float = _FIRST_PAUSE_S
-    resumes_s: float = -math.inf  # growth pauses until then
+    resumes_s: float = -math.inf  # the limit does not grow before this time
     full_at: int = 0  # the limit after the last signal of a full engine; 0: none
     page_s: float = -math.inf  # time of the last page that was taken into account
     queued_pages: int = 0  # pages in a row that showed a queue in the engine

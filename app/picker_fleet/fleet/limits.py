@@ -51,7 +51,7 @@ class LimitKeeper:
         self._epoch_us = 0  # the epoch of the pool that has these limits
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
         self._settled_s = 0.0  # from then on no other replica takes itself for the leader
-        self._dispatched = 0  # grants so far, at the last look
+        self._dispatched = 0  # the number of grants at the last look
 
     async def look(self, pool: PoolState, snapshot: Snapshot, *, leads: bool) -> None:
         """Take the state `pool` and the newest pages into account. `snapshot` has the published endpoints.

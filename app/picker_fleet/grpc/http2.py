@@ -35,10 +35,10 @@ _CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
 _SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may change every stream
 _RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
 _PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
-_BYTES_SENT: Final = 1024  # one more frame is allowed for so many bytes sent to the peer
+_BYTES_SENT: Final = 1024  # sending this many bytes allows the peer one more frame
 _PER_S: Final = 50  # frames allowed for each second of the connection's age
 _DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
-_DECODE_BYTES: Final = 16  # each so many encoded header bytes count as one frame more
+_DECODE_BYTES: Final = 16  # this many encoded header bytes count as one more frame
 # Bytes of the frames that all have one size.
 _SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
 _OF_CONNECTION: Final = (frames.SETTINGS, frames.PING, frames.GOAWAY)
@@ -282,8 +282,8 @@ class Connection(asyncio.Protocol):
         self._cancel(stream_id)
 
     def wake_next(self) -> None:
-        """If the connection's window is open, wake the first writer that waits for it. After writing it wakes
-        the next one, so a window update wakes no more writers than it serves."""
+        """If the connection's window is open, wake the first writer that waits for it. A writer that has
+        written wakes the next one, so a window update wakes no more writers than it serves."""
         if self.blocked and self.send_window > 0 and not self.paused:
             next(iter(self.blocked.values())).wake_writer()
 

@@ -74,9 +74,9 @@ def sequences(members: Members) -> int:
 class Estimate(NamedTuple):
     """The estimated tokens of a request: of its prompts, and of its answers for all sequences.
 
-    `lacks_answer`: `answer` is 0 and lacks the answer's tokens, so that the scripts add the mean answer.
-    `prompt_size` is the size of the prompt's text; 0 if the engine's usage will count more than this text.
-    `media` counts its images, audio and video, except files in a form.
+    `lacks_answer`: `answer` is 0 because no estimate is known; the scripts add the mean answer. `prompt_size`
+    is the size of the prompt's text; 0 if the engine's usage will count more than this text. `media` counts
+    the request's images, audio and video, except files in a form.
     """
 
     prompt: float

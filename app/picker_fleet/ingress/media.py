@@ -7,8 +7,8 @@ Called by cost.py. Engines differ; this module applies one rule to each kind, an
 - A page of a PDF costs 1500 tokens; 50 KB count as a page if the file does not say.
 
 The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file gives the pixels or seconds. Any other image costs 1500
-tokens, any other file a token more for each 1000 bytes; in a form only the latter. Bodies are untrusted: at
-most `_MOST_HEADERS` file headers of a body are read, in small pieces.
+tokens, any other file a token for each 1000 bytes, and outside forms 1500 more. Bodies are untrusted: at most
+`_MOST_HEADERS` file headers of a body are read, in small pieces.
 """
 
 import binascii

@@ -175,7 +175,7 @@ class EndpointChooser:
         self._encode_scheduler = Scheduler({"queue-depth": 1.0, "running-requests": 1.0})
         # The states for requests that any endpoint may serve; valid until endpoints or loads are read again.
         self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
-        # Choices made from the states `_drawn_from`, at most `_DRAWS` per kind of request (`_drawn_for`).
+        # Choices drawn from the states `_drawn_from` and cached, at most `_DRAWS` for each kind of request.
         self._drawn: dict[tuple[object, ...], list[Choice]] = {}
         self._drawn_from: Sequence[EndpointState] = ()
         self.follow(fleet.config)
@@ -217,9 +217,9 @@ class EndpointChooser:
         """The endpoints that encode the media of `request`, at most one for each of them; none if its
         endpoint or prefill endpoint encodes, too.
 
-        Redis does not count them, since nobody reports when an encoder is done. Draw twice as many endpoints
-        at random, and take the less loaded half: all replicas would crowd the least loaded endpoints while
-        scraped loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
+        Redis does not count an encoder's requests, since nobody reports when an encoder is done. Draw twice
+        as many endpoints at random, and take the less loaded half: all replicas would crowd the least loaded
+        endpoints while scraped loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
         """
         states = self._encode_states
         states.refresh()

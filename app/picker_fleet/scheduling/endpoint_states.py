@@ -21,7 +21,7 @@ from picker_fleet.scheduling.scorers import EndpointState
 REFRESH_S = 0.1  # greatest age of a state, in seconds; endpoints are scraped at this interval
 ALL_LOOKED_AT = 64
 SAMPLED = 16
-_PICKS_OF_A_SAMPLE = 64  # with more picks of one sample its endpoints would be crowded while others are idle
+_PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sample's endpoints while other endpoints are idle
 _NAMED = 8  # most endpoints added to a pick for its prompt, and as many for its adapter
 _MOST_SELECTORS = 64  # most label selectors whose endpoints are cached
 

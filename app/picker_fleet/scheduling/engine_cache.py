@@ -10,10 +10,10 @@ is larger.
 
 The capacity is estimated from answers that report their cached tokens. The ranks of the prompt's blocks when
 it was placed, and the number of blocks that were cached, give the highest rank that was kept and the lowest
-rank that was evicted (`Evidence`). If the estimate contradicts one of them, it moves by a part of the
-distance on a logarithmic scale, at most `_MOST_STEP` (stochastic approximation, Robbins and Monro 1951).
-Answers and running requests take blocks that no prompt shows, so the estimate settles below the configured
-capacity.
+rank that was evicted (`Evidence`). If the estimate contradicts one of these ranks, the estimate moves by a
+part of the distance on a logarithmic scale, at most `_MOST_STEP` (stochastic approximation, Robbins and Monro
+1951). Answers and running requests take blocks that no prompt shows, so the estimate settles below the
+configured capacity.
 
 While a replica reads the engine's KV events, these say which blocks are evicted; the capacity is then only a
 bound, not below the capacity that the engine's page reports.
@@ -59,7 +59,7 @@ class Evidence(NamedTuple):
 
 
 def evidence_of(expected: Expectation, cached_blocks: float) -> Evidence:
-    """The evidence of an answer that had `cached_blocks` of its prompt's blocks in the cache."""
+    """The evidence of an answer for whose prompt the engine had `cached_blocks` blocks in its cache."""
     kept = before = 0
     for blocks, rank, age_s in expected.steps:
         slack = _SLACK_BLOCKS + _SLACK * blocks

@@ -4,7 +4,7 @@ request.
 Each extension of a pool has a thread. The caller, the event loop, waits for the result at most for the
 budget; then the request goes on without the extension. An extension that raises, returns nonsense or takes
 longer than its budget is suspended, for 1 s at first, and twice as long after each further failure, up to
-60 s. While it has not returned it gets no calls. The thread adds about 15 µs to a call.
+60 s. An extension that has not returned gets no calls. The thread adds about 15 µs to a call.
 
 The budget bounds waiting (sleep, network, files), not computing: a thread that computes in Python keeps the
 interpreter for up to `sys.getswitchinterval()` (5 ms), and C code keeps it until it releases the interpreter.
@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 class CostFacts(NamedTuple):
     """A request whose cost is to be estimated.
 
-    `sequences` are its prompts times answers per prompt. `prompt_tokens` and `answer_tokens` are our own
-    estimates, `answer_tokens` 0 if the request has no maximum. `members` are the members of its JSON body,
-    each decoded or a JSON text (memoryview, msgspec.Raw).
+    `sequences`: the request's prompts times the answers per prompt. `prompt_tokens` and `answer_tokens` are
+    our own estimates, `answer_tokens` 0 if the request has no maximum. `members` are the members of its JSON
+    body, each decoded or a JSON text (memoryview, msgspec.Raw).
     """
 
     model: str
@@ -202,8 +202,8 @@ class Extensions:
 
 
 def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    # A copy: an extension that changed the list would change later picks. Nor does it get an empty list. Read
-    # only one score too many, since its result may be endless.
+    # Pass a copy: an extension that changed the list would change later picks. Do not call with an empty
+    # list. Read only one score too many, since the result may be endless.
     given = scorer(pick, tuple(candidates)) if candidates else ()
     scores = [float(score) for score in islice(given, len(candidates) + 1)]
     if len(scores) != len(candidates):

@@ -19,7 +19,7 @@ from picker_fleet.state import accounting_token
 
 _BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
 # A model's name with this prefix stands for the model's split requests; real names have no control
-# characters. Their times to the first token are learnt without the predicted wait at the decode endpoint.
+# characters. TTFT of split requests is learnt without the predicted wait at the decode endpoint.
 _SPLIT: Final = "\x1f"
 _SHORTEST_PREFILL_S = 1e-3  # taken if the predicted wait exceeds the time to the first token
 _FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
@@ -217,8 +217,8 @@ def broken_promise(
     prefill: bool = False,
 ) -> str:
     """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight (with
-    `prefill`: with so many prompts to prefill for others), that is, for some model one request in ten would
-    take longer than `promised`. '' if the endpoint keeps all objectives, or too little is known."""
+    `prefill`: this many prompts to prefill for others), that is, for some model one request in ten would take
+    longer than `promised`. '' if the endpoint keeps all objectives, or too little is known."""
     for model in latencies.models:
         if model.startswith(_SPLIT) is not prefill:
             continue

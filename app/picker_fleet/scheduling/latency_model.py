@@ -108,7 +108,7 @@ class LatencyModel:
 
     def forecast_at(self, model: str, address: str, in_flight: float) -> Forecast:
         """The times of a request of `model` if `address` had `in_flight` requests in flight, this one
-        included, and none in its own queue. Prefill and KV cache have their usual values for so many."""
+        included, and none in its own queue. Assumes the usual prefills and KV cache for `in_flight`."""
         fits = self._models.get(model)
         if fits is None:
             return UNKNOWN

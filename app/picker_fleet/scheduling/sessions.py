@@ -57,7 +57,7 @@ class SessionKeys:
     closely. So when an endpoint joins or leaves, only its own keys move. One event loop.
     """
 
-    _PROBES = 21  # with so many, the endpoint with most session keys has 1.05 times the mean
+    _PROBES = 21  # points of a key; the endpoint with most keys then has 1.05 times the mean
     _ROUND = 2**64
 
     def __init__(self, endpoints: SnapshotCell) -> None:

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 START_TOKENS: Final = 1000
 LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: nothing could be transferred
-# Part of the requests that take the slower choice if it is hardly slower. If it is predicted to cost n times
-# as much, an n-th of this part takes it: exploring adds at most this part to the time.
+# Part of the requests that take the slower choice if that is hardly slower. If the slower choice is predicted
+# to take n times as long, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
 _EXPLORED_UNKNOWN: Final = 1 / 8  # the same, until some fifty requests have shown that choice's time
 

@@ -43,7 +43,7 @@ _DEADLINE_S = 1.0
 _PAUSE_S = 1.0  # without a request to an engine whose last answer was unusable
 _WORKERS, _MOST_WAITING = 2, 32
 _MOST_BODY_BYTES = 256 * 1024
-# Most bytes of an answer: so many for each byte of the body, plus some for a chat template.
+# Most bytes of an answer: 8 for each byte of the body, and 64 KiB for a chat template.
 _ANSWER_BYTES, _FURTHER_BYTES = 8, 64 * 1024
 _PIECE = 256  # most blocks hashed at once, in less than a millisecond
 _MOST_BLOCKS: Final = 250_000  # tokenized blocks of prompts kept, in each of two tables of about 40 MB
@@ -122,7 +122,7 @@ class TokenPrefixes:
     # The tokens of this replica's prompts.
 
     def placed(self, request: InferenceRequest, address: str, path: bytes, body: Callable[[], bytes]) -> None:
-        """A request was placed on `address`: have its prompt tokenized, if the prompt is new and few prompts
+        """Have the prompt of a request placed on `address` tokenized, if the prompt is new and few prompts
         wait. `body` returns the request's body as the engine gets it. Returns at once."""
         block_tokens, blocks = self._routes.index.followed(address), request.prefix
         if block_tokens != self._block_tokens and block_tokens:

@@ -23,7 +23,7 @@ THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
 _MAX_SCANS = 10  # most Redis calls for one page of workloads
 _SHARED_PART = 0.7  # fraction of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
-_USAGE_ROWS = 500  # rows of usage in one call; they take less than a millisecond to read
+_USAGE_ROWS = 500  # rows of usage in one call, which takes less than a millisecond
 _MARK = "\x1e"  # first byte of the field with a replica's mark; no flow has this byte
 _PARSED_AT_ONCE = 250  # number of queues of a shared snapshot parsed between two pauses
 
@@ -136,8 +136,8 @@ class LimitRow(NamedTuple):
 
 class TenantRow(NamedTuple):
     """A node's settings in force (JSON; lua/lib/tenants.lua) and balances. `of`: the path to which the
-    settings belong, '' without settings. `waits_s`: how long its requests wait for the balance (0: until a
-    request ends); None: they do not wait. `served`: the cost served; None: not counted."""
+    settings belong, '' without settings. `waits_s`: how long the node's requests wait for the balance (0:
+    until a request ends); None: no request waits. `served`: the cost served; None: not counted."""
 
     path: str
     is_live: bool

@@ -259,8 +259,8 @@ class Store:
         return found
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[SuspicionReply]:
-        """Report that a client may have gone. If its request is placed, the sweep checks the endpoint's next
-        metrics pages."""
+        """Report that a client may have gone. If the client's request is placed, the sweep checks the
+        endpoint's next metrics pages."""
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
@@ -518,7 +518,7 @@ class Store:
         self.on_event(RedisLost(cause, why))
 
     async def _call(self, script: str, *args: str | int | float) -> Sequence[Any]:
-        """Run `script` alone. Returns its reply without the head, which every call has."""
+        """Run `script` alone. Returns the reply without the head, which every reply has."""
         reply = await self._client.call(script, self._replica, *args)
         self._take_head(reply)
         return reply[HEAD:]  # type: ignore[no-any-return]
@@ -548,7 +548,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # if it failed, the next call dispatches
+            if not call.cancelled() and call.exception() is None:  # a failed call: the next dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self._replica).add_done_callback(finish)

@@ -1,5 +1,5 @@
-"""The check of G2: each turn goes to the least start tag, each dispatch advances the tags on its way by its
-share, and the service gap between two members of an order is bounded.
+"""The check of G2: each turn goes to the least start tag, each dispatch advances the tags of its flow and of
+the flow's ancestors by its share, and the service gap between two members of an order is bounded.
 
 Each band is a tree whose leaves are flows. With tenants its inner nodes are tenants; without tenants, flows
 are the children of the root. The scripts use hierarchical start-time fair queueing (Goyal, Guo, Vin, OSDI
@@ -278,7 +278,7 @@ class Fairness(Check):
         self._leave(member, entry)
 
     def _unthrottle(self, throttled: FlowQueue, entry: Entry) -> None:
-        """`throttled` returns to its order, and each ancestor that had no child in order; none catches up."""
+        """Put `throttled` and each ancestor without a child in order back in order; nothing catches up."""
         for member in throttled.chain:
             assert member.parent is not None
             level = self._level(member.parent.key)

@@ -4,8 +4,8 @@ A limit of `amount` units in `per_ms` is a leaky bucket (ITU-T I.371): the units
 and a request may start if its units and they are at most `burst`. All buckets are computed from the log:
 
 - `charged`: a request was charged its estimate, at its arrival to nodes that reject or demote, at its grant
-  to nodes that queue. Each charged node must have had so much left. A demoted request is not charged to nodes
-  that demote.
+  to nodes that queue. Each charged node must have had the estimate left. A demoted request is not charged to
+  nodes that demote.
 - `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
 - `refunded`: a request was not served, or returned to the queue.
 - `topped_up`: an operator lowered the used part of a limit or budget.

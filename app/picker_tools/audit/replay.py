@@ -50,9 +50,9 @@ class Rules(msgspec.Struct, frozen=True):
     adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
     default_cap: float = math.inf  # the limit of all other endpoints
-    prefill_caps: dict[str, int] = {}  # the same for the stage prefill
+    prefill_caps: dict[str, int] = {}  # endpoint -> its limit of prefills
     default_prefill_cap: float = math.inf
-    token_caps: dict[str, int] = {}  # the same limits in tokens, if the fleet finds these
+    token_caps: dict[str, int] = {}  # endpoint -> its limit in tokens
     default_token_cap: float = math.inf
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
@@ -245,9 +245,9 @@ class FlowQueue:
 
     `largest` is the largest share of all waiting and served requests of the flow.
 
-    The flow queues of a band are the leaves of a tree, which has a FlowQueue for each inner node, too. There
-    `waiting` counts the requests of all flows below, and `ordered` the children that take turns. `parent` is
-    None for the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
+    The flow queues of a band are the leaves of a tree; each inner node has a FlowQueue, too, whose `waiting`
+    counts the requests of all flows below, and `ordered` the children that take turns. `parent` is None for
+    the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
     """
 
     band: int

@@ -34,7 +34,7 @@ class EngineFault(Exception):
 
 
 def command(*words: str, environment: dict[str, str] | None = None, within_s: float = _COMMAND_S) -> str:
-    """Run a command and return its output. Raises EngineFault if it fails."""
+    """Run a command and return its output. Raises EngineFault if the command fails."""
     done = subprocess.run(
         words,
         cwd=ROOT,
