@@ -49,7 +49,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   stage.described = described or memoized(function(description)
     local it = cjson.decode(description)
     local stages = it.stages or 'decode'
-    return {draining = it.draining == true and stages ~= 'prefill',
+    return {draining = it.draining == true,
       decode = string.find(stages, 'decode', 1, true) ~= nil, prefill = string.find(stages, 'prefill', 1, true) ~= nil}
   end)
 
@@ -150,7 +150,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   function stage.includes(description) return stage.described(description)[name] end
 
   -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill, as
-  -- closed: older versions expect each published endpoint in its loads.
+  -- closed, so that `is_known` finds each published endpoint there.
   function stage.lists(address)
     local description = read('HGET', key.endpoints, address)
     return description and (is_decode or stage.includes(description))

@@ -620,8 +620,7 @@ end
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  -- The settings of an older version lack the limits' bounds: then the pool is static.
-  if base.adaptive == 1 and base.limit_initial then add_limits(base) else base.adaptive = nil end
+  if base.adaptive == 1 then add_limits(base) else base.adaptive = nil end
   -- The settings that decide the order of queued requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do

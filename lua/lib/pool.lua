@@ -133,7 +133,6 @@ do -- a chunk may have 200 locals
       bands.configure(settings)
     elseif settings_now ~= settings_text then
       settings, settings_text = cjson.decode(settings_now), settings_now
-      if not (settings.default_cap or settings.token_caps) then settings.adaptive = nil end -- by an older version
       bands.configure(settings)
     end
   end
@@ -201,7 +200,7 @@ end
 -- 1. If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
-  local claim = most * (settings.largest_claim or settings.claim_share or 1)
+  local claim = most * (settings.largest_claim or 1)
   if claim < 1 then claim = most < 1 and most or 1 end
   return cost < claim and cost or claim
 end

@@ -239,7 +239,7 @@ class PoolModel:
     def claim(self, cost: float, most: float) -> float:
         """The stock that a request of cost `cost` takes if the upper bound of the stock is `most`."""
         settings = self.moment.settings
-        share = settings.get("largest_claim", settings.get("claim_share", 1))
+        share = settings.get("largest_claim", 1)
         return min(cost, max(most * share, min(1, most))) if self.queues else 0.0
 
     @property

@@ -230,8 +230,7 @@ class QueueModel(PoolModel):
             self.outliers.pop(address, None)
         decode = {each for each in draining if "decode" in stages.get(each, "decode")}
         self.endpoints.publish(draining, decode, set(draining))
-        # A draining endpoint that only prefills leaves its stage.
-        prefill = {each for each in draining if each in stages and (each in decode or not draining[each])}
+        prefill = {each for each in draining if each in stages}
         self.prefill.publish(draining, prefill, prefill)
         self._try_ejected()
         filed = -1 if self._base else 0

@@ -34,7 +34,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "a request waits until its whole cost fits": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", QUEUED),
     "no arrival bypasses a waiting request": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
     "a request takes at most claim_share of the stock": (
-        {"upper_per": 1000, "claim_share": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
+        {"upper_per": 1000, "largest_claim": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
     "costly requests take at most largest_claim of the stock each": (
         {"upper_per": 8, "largest_claim": 0.25}, "r1 cost=6400, r2 cost=64, r3 cost=3", "r4", "placed e1 3"),
     "a flow at flow_capacity is refused": (

@@ -1,7 +1,6 @@
 """Limits of endpoints hold at every moment: limits from discovery, and limits that the fleet finds."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from script_fleet import OpenFleet, Replica, addresses, ask, asked, config, ende
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import FoundLimit
-from picker_fleet.state.scripts import load_library
 
 A, B, C = addresses(3)
 ROOM = 1000  # stock per endpoint, in requests: so large that only the limits matter
@@ -99,24 +97,6 @@ async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenF
             await a.settle(name)
         assert order_of(await it.log()) == names[1:]
         assert await it.at_rest()
-
-
-async def test_a_pool_is_static_under_the_settings_of_an_older_version(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1) as (it, a):
-        # An older version has published the settings.
-        await a.store.set_live_config({"adaptive": 1}, {})
-        for name in ("r1", "r2"):
-            await a.admit(name)
-        assert await it.counts() == (1, 1, [1])
-        await a.settle("r1", "r2")
-    async with fleet("a", upper_per=1, **FOUND) as (it, a):
-        # An older version has made a live change, and knows no limits.
-        settings = json.loads(await it.redis.hget(it.keys.pool, "settings"))
-        del settings["caps"], settings["default_cap"]
-        await it.redis.hset(it.keys.pool, "settings", json.dumps(settings))
-        await it.redis.function_load(load_library().source, replace=True)  # drops cached state
-        await a.admit("r1")
-        assert await it.counts() == (1, 0, [1])
 
 
 async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -> None:

@@ -114,7 +114,7 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.prefill_counts() == {"p:1": 1}
 
 
-def test_a_draining_endpoint_that_only_prefills_leaves_its_stage(staged: StagedPool) -> None:
+def test_a_draining_endpoint_that_only_prefills_gets_no_further_request(staged: StagedPool) -> None:
     endpoint = Endpoint("p:1", prefills=True, decodes=False)
     staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)
     assert staged.split("r1") == ("d:1", "p:1")
@@ -142,11 +142,6 @@ def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_b
     assert staged.admit("r3")[0] == "queued"
     assert staged.sweep()[4] == 1
     assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
-
-
-@pytest.mark.parametrize("does", [{"prefills": True}, {"encodes": True}])
-def test_an_older_version_sees_an_endpoint_that_does_not_decode_as_draining(does: dict[str, bool]) -> None:
-    assert json.loads(describe(Endpoint("p:1", decodes=False, **does)))["draining"] is True
 
 
 @pytest.mark.parametrize("by", ["publish", "publish_changes"])

@@ -432,7 +432,7 @@ RESTORED: dict[str, tuple[str, str, float, list[str]]] = {
 def test_a_restored_request_takes_at_most_its_share_of_the_bound(
     upper: str, note: str, taken: float, says: list[str]
 ) -> None:
-    queue = QueueSimulator(claim_share=0.5)
+    queue = QueueSimulator(largest_claim=0.5)
     queue.stock = taken
     request = Request("r", "flow", cost=9.0, endpoint=queue.endpoints[0])
     queue.write("restored", request, note=note)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -74,7 +75,10 @@ async def test_a_call_gets_budget_only_if_the_fleet_signed_it_for_this_replica_a
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
         assert await raw(address, unsigned) == b'{"given":0.0}'
-        signature = KEYS.sign("share", f"p\n{address}\n1.0\n5.0\nn")
+        covered = hashlib.blake2b(
+            b'{"least":1.0,"most":5.0,"nonce":"n","pool":"p"}', digest_size=16
+        ).hexdigest()
+        signature = KEYS.sign("share", f"p\n{address}\n{METHOD}\n{covered}")
         question = unsigned.replace(b're":""', f're":"{signature}"'.encode())
         # A changed call gets no budget, nor does a call that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'

@@ -83,7 +83,7 @@ def test_shared_settings_have_every_name_that_the_scripts_read() -> None:
         "adaptive": 1, "limit_min": 1, "limit_max": 1_000_000_000, "limit_initial": 8, "pinned": {},
         "unit": "requests", "prefill_caps": {}, "default_prefill_cap": 8,
         "upper_per": 8, "lower_per": 8, "total_capacity": 1000,
-        "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0,
+        "flow_capacity": 100, "max_flows": 10_000, "largest_claim": 0,
             "lease_ms": 15_000,
         "silence_ms": 5_000, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
         "guard_share": 0.1, "starvation_ms": 0, "band_policy": "strict", "band_weights": [70, 20, 10],
@@ -111,7 +111,7 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
 
     # The overrides equal the settings that a configuration with these changes would publish.
     assert overridden(EVERYTHING) == {
-        "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1, "largest_claim": 0.5,
+        "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "largest_claim": 0.5,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
         "adaptive": 0, "default_prefill_cap": 10, "limit_min": 2, "limit_max": 64,

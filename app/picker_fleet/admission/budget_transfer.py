@@ -41,12 +41,11 @@ _ASKED_TIMES = 30  # most attempts for one budget transfer while no response arr
 Fields = Mapping[str, Any]
 
 
-def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
-    """The text that a request's signature covers. Requests of the method `Ask` use an older format."""
-    if method == _ASK:
-        return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
-    ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
-    return f"{pool}\n{to}\n{method}\n{ids}\n{nonce}"
+def _signed_text(pool: str, to: str, method: str, fields: Fields) -> str:
+    """The text that a request's signature covers: pool, addressee, method and all other fields."""
+    covered = {name: value for name, value in fields.items() if name != "signature"}
+    digest = hashlib.blake2b(orjson.dumps(covered, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+    return f"{pool}\n{to}\n{method}\n{digest}"
 
 
 def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
@@ -87,7 +86,7 @@ def handlers(
                 request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]
             )
             nonce = str(fields["nonce"])
-            text = _signed_text(pool, own_address(), nonce, method, fields)
+            text = _signed_text(pool, own_address(), method, fields)
             fault = keys.fault(_PURPOSE, text, str(fields["signature"]))
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
@@ -171,10 +170,9 @@ class GrpcPeers:
             return None
 
     def _request(self, method: str, address: str, fields: Fields) -> bytes:
-        nonce = secrets.token_hex(8)
-        text = _signed_text(self._pool, address, nonce, method, fields)
-        signature = self._keys.sign(_PURPOSE, text)
-        return orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
+        signed = {"pool": self._pool, **fields, "nonce": secrets.token_hex(8)}
+        signature = self._keys.sign(_PURPOSE, _signed_text(self._pool, address, method, signed))
+        return orjson.dumps({**signed, "signature": signature})
 
     async def _answer(self, method: str, address: str, request: bytes) -> dict[str, Any] | None:
         """The peer's response; None if the call failed or the response is no JSON object.

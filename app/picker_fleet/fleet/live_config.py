@@ -27,7 +27,7 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.total_capacity": ("total_capacity",),
     "fair_request_queue.flow_capacity": ("flow_capacity",),
     "fair_request_queue.max_flows": ("max_flows",),
-    "fair_request_queue.claim_share": ("claim_share", "largest_claim"),
+    "fair_request_queue.claim_share": ("largest_claim",),
     "fair_request_queue.band_policy": ("band_policy",),
     "fair_request_queue.band_weights": ("band_weights",),
     "fair_request_queue.priority_bands": ("bands",),
@@ -361,9 +361,6 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "total_capacity": queue.total_capacity,
         "flow_capacity": queue.flow_capacity,
         "max_flows": queue.max_flows,
-        # Older versions of the software read this key. Requests of older versions cost 1, and a bound below 1
-        # / claim_share would make such a request acquire a fraction.
-        "claim_share": settings.claim_share if controller.unit == "tokens" else 1.0,
         "largest_claim": settings.claim_share,
         "lease_ms": leases.inflight * 1000,
         "silence_ms": leases.replica_silence * 1000,

@@ -14,7 +14,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import Snapshot, unmarked
 from picker_fleet.fleet import live_config
-from picker_fleet.state.pool_state import PoolState
+from picker_fleet.state.pool_state import PoolState, describe
 from picker_fleet.state.replies import HeartbeatReply, Rebuilt
 from picker_fleet.state.store import Store
 
@@ -106,12 +106,8 @@ class Publisher:
         known = self._digests.get(endpoint.address)
         if known is not None and (known[0] is endpoint or known[0] == endpoint):
             return known[1]
-        facts: list[object] = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
-        if endpoint.prefills:  # without stages the digests equal earlier versions' digests
-            facts.append(endpoint.decodes)
-        if endpoint.encodes:
-            facts += ["encodes", endpoint.decodes]
-        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
+        published = f"{endpoint.address} {describe(endpoint)}"
+        return hashlib.blake2b(published.encode(), digest_size=16).digest()
 
     def is_due(self, pulse: HeartbeatReply) -> bool:
         if self._discovered is None:

@@ -199,15 +199,11 @@ def describe(endpoint: Endpoint) -> str:
     about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight
-    if endpoint.prefills and endpoint.decodes:
-        about["stages"] = "decode prefill"
-    elif not endpoint.decodes:
-        # A replica of an older version does not know stages, and must not let the endpoint decode.
-        prefill = "" if endpoint.draining else "prefill"
-        about |= {"stages": prefill if endpoint.prefills else "encode", "draining": True}
-    if endpoint.encodes:
-        about["encodes"] = not endpoint.draining
-    return json.dumps(about, separators=(",", ":"))
+    stages = {"decode": endpoint.decodes, "prefill": endpoint.prefills, "encode": endpoint.encodes}
+    names = [name for name, serves in stages.items() if serves]
+    if names != ["decode"]:
+        about["stages"] = " ".join(names)
+    return json.dumps(about, separators=(",", ":"), sort_keys=True)
 
 
 def _counts(text: str) -> Mapping[str, int]:

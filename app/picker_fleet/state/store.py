@@ -485,17 +485,17 @@ class Store:
             if known is None or known[0] != text:
                 about = json.loads(text)
                 labels, limit = about["labels"] or {}, about.get("max_inflight")
-                stages, encodes = about.get("stages", "decode"), about.get("encodes")
+                stages = about.get("stages", "decode").split()
                 known = (
                     text,
                     Endpoint(
                         address,
                         labels,
-                        about["draining"] and stages != "prefill" and not encodes,
+                        about["draining"],
                         max_inflight=limit,
-                        prefills=stages not in ("decode", "encode"),
+                        prefills="prefill" in stages,
                         decodes="decode" in stages,
-                        encodes=encodes is not None,
+                        encodes="encode" in stages,
                     ),
                 )
             self._read[address] = known

@@ -73,7 +73,7 @@ class Rules(msgspec.Struct, frozen=True):
             settings = msgspec.json.decode(note, type=dict[str, Any])
             # Lua may encode an empty table as an empty list.
             given = {name: value for name, value in settings.items() if value not in ([], None)}
-            return msgspec.convert({"largest_claim": given.get("claim_share", 1), **given}, cls, strict=False)
+            return msgspec.convert(given, cls, strict=False)
         except msgspec.MsgspecError as fault:
             raise EntryError(f"settings cannot be read: {fault}") from None
 
