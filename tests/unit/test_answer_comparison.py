@@ -45,6 +45,7 @@ class Pool:
         self._dice = random.Random(1)
         self.comparison = AnswerComparison()
         self.answers = Counter[int]()
+        self.only: int | None = None  # the only server that takes requests
 
     def answer(self, count: int) -> Counter[int]:
         """Let the servers answer `count` requests; returns how many answers made each server failing."""
@@ -52,6 +53,7 @@ class Pool:
         for _ in range(count):
             flow = self._dice.randrange(len(self._tokens))
             at = (flow if self._sticky else self._dice.randrange(1 << 30)) % len(self._servers)
+            at = at if self.only is None else self.only
             seen = self._servers[at](self._dice)
             self.answers[at] += 1
             failing[at] += self.comparison.add(completion(f"e{at}", seen), self._tokens[flow]) >= FAILING
@@ -60,7 +62,7 @@ class Pool:
 
 def completion(endpoint: str, seen: Seen) -> Completion:
     return Completion(
-        "r", Outcome.COMPLETED, seen.status, endpoint, seen.tokens, seen.tokens, None, None,
+        "r", Outcome.COMPLETED, seen.status, endpoint, 7, seen.tokens, None, None,
         service_s=seen.seconds, path=seen.path, content_type=seen.content_type, body_bytes=seen.body_bytes,
     )  # fmt: skip
 
@@ -83,6 +85,7 @@ BAD: dict[str, Seen] = {
     "an error as text": Seen(200, JSON, 40, 0.002, None),
     "a long error as text": Seen(200, JSON, 2000, 0.002, None),
     "half an answer": Seen(200, JSON, 60, 0.3, None),
+    "tokens of the prompt alone": Seen(200, JSON, 400, 0.002, 0),
     "a stream of comments": Seen(200, STREAM, 50, 0.002, None),
     "an upgrade": Seen(101, "", 0, 0.002, None),
     "an unknown model": Seen(404, JSON, 90, 0.002, None),
@@ -111,6 +114,19 @@ def test_a_server_that_reports_success_without_an_answer_is_found(bad: Seen, ser
     assert pool.answer(100 * servers).total() == 0
 
 
+def test_a_server_is_still_compared_after_a_time_without_requests() -> None:
+    def fails(dice: random.Random) -> Seen:
+        return BAD["no content"] if turned[0] else chat(dice)
+
+    turned = [False]
+    pool = Pool([fails, chat])
+    pool.answer(400)
+    pool.only = 1
+    pool.answer(2000)
+    pool.only, turned[0] = None, True
+    assert pool.answer(60)[0] > 0
+
+
 def test_a_server_that_fails_every_second_request_is_found() -> None:
     def half(dice: random.Random) -> Seen:
         return BAD["an error as text"] if turned[0] and dice.random() < 0.5 else chat(dice)
@@ -127,6 +143,10 @@ def test_a_server_that_fails_every_second_request_is_found() -> None:
 def tokenize(dice: random.Random) -> Seen:
     size = int(dice.lognormvariate(5, 2))
     return Seen(200, JSON, 20 + 6 * size, 0.001 + size * 1e-5, None, "/tokenize")
+
+
+def embed(dice: random.Random) -> Seen:
+    return Seen(200, JSON, 10_000 * dice.randint(1, 50), 0.005 + dice.random() / 10, None, "/v1/embeddings")
 
 
 def speech(dice: random.Random) -> Seen:
@@ -165,6 +185,7 @@ GOOD: dict[str, tuple[Sequence[Server], bool]] = {
     "of a chat": ([chat] * 4, False),
     "of a chat, two servers with sessions": ([chat] * 2, True),
     "of a tokenizer": ([tokenize] * 4, True),
+    "of embeddings": ([embed] * 4, True),
     "of speech in several formats": ([speech] * 4, True),
     "of one token or no content": ([nothing, nothing, one_token, one_token], False),
     "of an engine without usage": ([without_usage, chat, chat, chat], False),
@@ -186,6 +207,8 @@ def test_a_client_cannot_make_a_server_failing_by_bad_requests_to_that_server_al
     # Each flow's server refuses or answers; three flows may be of one client.
     assert Pool([refuses, chat, chat, chat], flows=12, sticky=True).answer(2000).total() == 0
     assert Pool([refuses, chat, chat, chat], flows=16, sticky=True).answer(2000)[0] > 0
+    # Failures of one flow eject an endpoint only if the flow has the pool alone (lua/lib/outliers.lua).
+    assert Pool([refuses, chat, chat, chat], flows=1).answer(2000)[0] > 0
 
 
 def test_what_most_servers_answer_is_not_odd() -> None:

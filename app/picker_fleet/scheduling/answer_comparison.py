@@ -18,11 +18,11 @@ FAILING: Final = 8  # the score from which an endpoint fails: four odd answers i
 _ODD, _GOOD = 2, -1  # added to the score by each answer, so that an endpoint fails if half of its answers do
 _REFUSALS, _ANSWERED = 64, -16  # the same for refusals, each of which adds 1
 _FEW_REFUSALS = 4  # a score that clients' errors may cause at any endpoint
-_REFUSED_FLOWS = 4  # fewer flows may all be of one client
-_ONE_IN = 8  # good answers, of which one is kept for comparison and stands for all
+_REFUSED_FLOWS = 4  # fewer flows may all be of one client; one alone counts if it has the pool alone (Lua)
+_ONE_IN = 16  # good answers, of which one is kept for comparison and stands for all
 _ALL_KEPT, _ALL_WATCHED = 1000, 64  # after a first answer of a path and model, and after odd ones, keep all
 _KEPT = 16  # answers of an endpoint, of each kind
-_FEWEST = 8  # an endpoint with fewer answers of every kind is not compared with
+_FEWEST = 4  # an endpoint with fewer answers of every kind is not compared with
 _MOST_KINDS = 8  # of one endpoint's answers
 _MOST_ENDPOINTS = 4096  # counted for each path and model; about 5 KB each
 _SAMPLED = 16  # endpoints, at most, with which answers are compared
@@ -32,13 +32,12 @@ _MARGIN = 2.0  # an answer is smaller or faster only if by this factor
 
 
 class _Form(NamedTuple):
-    """How an answer looks: status and content type (`kind`), size, the endpoint's time, and whether the
-    answer has token counts."""
+    """How an answer looks: its `kind` (status and content type; '' if it reports tokens of an answer), size,
+    and the endpoint's time."""
 
     kind: str
     body_bytes: int
     seconds: float
-    has_usage: bool
 
 
 @lru_cache(maxsize=256)
@@ -75,7 +74,7 @@ class _Answers:
         self.refusals = min(self.refusals + 1, _REFUSALS)
         if len(self.flows) < _REFUSED_FLOWS:
             self.flows.add(flow)
-        return self.refusals == _REFUSALS and len(self.flows) == _REFUSED_FLOWS
+        return self.refusals == _REFUSALS and len(self.flows) in (1, _REFUSED_FLOWS)
 
 
 class _Comparison:
@@ -91,10 +90,9 @@ class _Comparison:
         self._least: _Form | None = None
 
     def is_odd(self, form: _Form) -> bool:
-        if form.has_usage or self._least is None:
+        if not form.kind or self._least is None:
             return False
-        usual = self._usual.get(form.kind, self._least)
-        is_unlike = usual.has_usage or form.kind not in self._usual
+        usual, is_unlike = self._usual.get(form.kind, self._least), form.kind not in self._usual
         is_small = form.body_bytes * _MARGIN < usual.body_bytes
         is_fast = form.seconds * _MARGIN < usual.seconds
         return is_unlike + is_small + is_fast >= 2
@@ -120,7 +118,11 @@ class _Comparison:
             return False
         forgotten = self._count - _INACTIVE * len(self.endpoints)
         self.endpoints = {name: each for name, each in self.endpoints.items() if each.seen_at >= forgotten}
+        self._due = self._count + _FRESH * max(4, len(self.endpoints))
         able = [each for each in self.endpoints.values() if sum(map(len, each.by_kind.values())) >= _FEWEST]
+        if len(able) < 2 or 2 * len(able) <= len(self.endpoints):
+            self._due = self._count + _FRESH
+            return False  # what is known of others that get no requests now stays known
         known = [
             [_least(forms) for forms in each.by_kind.values()]
             for each in random.sample(able, min(_SAMPLED, len(able)))
@@ -129,34 +131,33 @@ class _Comparison:
         for form in chain.from_iterable(known):
             by_kind.setdefault(form.kind, []).append(form)
         self._usual = {kind: _middle(forms) for kind, forms in by_kind.items() if 2 * len(forms) > len(known)}
-        is_most = len(able) > 1 and 2 * len(able) > len(self.endpoints)
-        self._least = _middle([_least(forms) for forms in known]) if is_most else None
-        self._due = self._count + _FRESH * (1 if self._least is None else max(4, len(self.endpoints)))
-        usual = [*self._usual.values(), *([self._least] if self._least is not None else ())]
-        self.large_bytes = max((each.body_bytes for each in usual), default=0) / _MARGIN
-        self.slow_s = max((each.seconds for each in usual), default=0.0) / _MARGIN
+        self._least = _middle([_least(forms) for forms in known])
+        usual = [*self._usual.values(), self._least]
+        self.large_bytes = max(each.body_bytes for each in usual) / _MARGIN
+        self.slow_s = max(each.seconds for each in usual) / _MARGIN
         return True
 
 
 def _least(forms: Sequence[_Form]) -> _Form:
-    kinds, sizes, seconds, usage = zip(*forms, strict=True)
-    return _Form(kinds[0], min(sizes), min(seconds), all(usage))
+    kinds, sizes, seconds = zip(*forms, strict=True)
+    return _Form(kinds[0], min(sizes), min(seconds))
 
 
 def _middle(forms: Sequence[_Form]) -> _Form:
     """The medians of `forms`, of an even number the higher of two."""
-    kinds, sizes, seconds, usage = (sorted(each) for each in zip(*forms, strict=True))
+    _, sizes, seconds = (sorted(each) for each in zip(*forms, strict=True))
     at = len(forms) // 2
-    return _Form(kinds[0], sizes[at], seconds[at], usage[at])
+    return _Form(forms[0].kind, sizes[at], seconds[at])
 
 
 class AnswerComparison:
     """Finds odd answers: most other endpoints give no such answers to requests of the same path and model.
 
-    A server that fails fast is always the emptiest, and would attract most requests. An answer with token
-    counts is never odd. Other answers are odd by two of three signs: (1) most endpoints give no answers of
-    this status and content type, or only with token counts; (2) the answer has less than half the bytes, (3)
-    took less than half the time, of the least of most endpoints' last answers of its kind. A refusal (4xx) is
+    A server that fails fast is always the emptiest, and would attract most requests. An answer that reports
+    its tokens is never odd. Other answers are odd by two of three signs: (1) most endpoints give no answers
+    of this kind (status and content type) without reporting tokens; (2) the answer has less than half the
+    bytes, (3) took less than half the time, of the least of most endpoints' last answers of its kind, or of
+    all kinds if most do not give its kind. A refusal (4xx) is
     odd if the endpoint refuses the requests of several flows, and answers hardly any, and most endpoints
     answer. If most endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an
     endpoint fails if about half of its answers are odd.
@@ -174,17 +175,18 @@ class AnswerComparison:
         if end.fault or end.outcome is not Outcome.COMPLETED or end.service_s is None:
             return 0
         is_refusal = 400 <= end.status < 500
-        has_usage = (end.completion_tokens is not None or end.prompt_tokens is not None) and end.status == 200
+        has_tokens = bool(end.completion_tokens) and end.status == 200
         self._turn = (self._turn + 1) % _ONE_IN
         may_skip = self._turn > 0 and self._watched == 0 and not is_refusal
         is_usual = end.body_bytes >= self._large_bytes and end.service_s >= self._slow_s
-        if may_skip and (has_usage or is_usual):
+        if may_skip and (has_tokens or is_usual):
             return 0
         key = end.path.partition("?")[0], accounting_token.model_of(token)
         compared = self._compared.get(key)
         if compared is None:
             compared, self._watched = self._compared.setdefault(key, _Comparison()), _ALL_KEPT
-        form = _Form(_kind(end.status, end.content_type), end.body_bytes, end.service_s, has_usage)
+        kind = "" if has_tokens else _kind(end.status, end.content_type)
+        form = _Form(kind, end.body_bytes, end.service_s)
         is_odd = compared.is_odd(form)
         if may_skip and not is_odd:
             return 0

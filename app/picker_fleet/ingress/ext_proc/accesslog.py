@@ -235,8 +235,9 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     outcome, fault = _outcome(flags, status), ""
     has_usage = prompt_tokens is not None or completion_tokens is not None
     is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
-    body_bytes = entry.response.response_body_bytes
-    content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
+    body_bytes, content_type = entry.response.response_body_bytes, ""
+    if not (is_well and completion_tokens):  # else the content type is not compared
+        content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
     if served and not is_well and outcome is not Outcome.CLIENT_GONE and not failed:
         size = None if has_usage else body_bytes
         fault = _fault(flags, status, size, _tells_error(usage), content_type)
