@@ -174,7 +174,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
             cycle: list[str] = fault.args[1][::-1]  # each model is followed by one of its targets
         else:
             break
-        targets[cycle[0]].remove(cycle[1])  # finds another cycle in the next turn
+        targets[cycle[0]].remove(cycle[1])  # so that the next turn finds another cycle
         models = frozenset(cycle)
         for rewrite in rewrites:
             matches = (match.model.value for rule in rewrite.spec.rules or () for match in rule.matches or ())
@@ -377,7 +377,7 @@ class InferenceObjects:
         """Write the object's condition, unless another fleet owns the condition.
 
         Two fleets that disagree must not replace each other's condition for ever. So each fleet writes a
-        condition once, and the second one leaves it to its owner, the first writer's field manager. If the
+        condition once; then it leaves the condition to its owner, the first fleet's field manager. If the
         owner ignores a new version of the object for `_TAKE_OVER_S`, this fleet takes over the condition.
         """
         metadata, status = each.item.metadata, "True" if is_used else "False"

@@ -15,7 +15,7 @@
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- failures that an entry keeps
-  -- So many failures in a row eject an endpoint that has only one flow in flight, if others answer the flow.
+  -- This many failures in a row eject an endpoint that has only one flow in flight, if others answer the flow.
   local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).

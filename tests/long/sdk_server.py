@@ -35,7 +35,7 @@ class Request(NamedTuple):
     path: str
     headers: Mapping[str, str]
     body: bytes
-    address: str  # of the server that received the request
+    address: str  # the server that received the request
 
 
 def _chat(tools: bool) -> Any:

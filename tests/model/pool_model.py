@@ -105,7 +105,7 @@ class PoolModel:
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
         self._aged.clear()
-        self.quotas.eased()  # by ends in the last dispatch, which ends only requests that no node held back
+        self.quotas.eased()  # forget the nodes that the last dispatch eased: they held nothing back
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)
@@ -201,7 +201,7 @@ class PoolModel:
 
     def _give_back(self, r: Request) -> None:
         left = self.stock - r.taken
-        self.stock = left if left > 1e-6 else 0.0  # because sums of fractions are not exact
+        self.stock = left if left > 1e-6 else 0.0  # sums of fractions are not exact
         self.endpoints.count_flow(r, "", -1)
         r.taken = 0.0
 

@@ -138,9 +138,7 @@ def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(s
     assert pool.granted == ["three", "two", "four"]
 
 
-def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(
-    side: ScriptSide,
-) -> None:
+def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: ScriptSide) -> None:
     queueing = {"limits": [limit("requests", 3, 60_000)]}
     pool = pool_of(side, {"a": queueing}, upper_per=1)
 
@@ -172,7 +170,7 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert pool.events == [], "three waits on"
 
 
-def test_a_bound_that_a_removed_node_had_replaced_counts_running_requests(side: ScriptSide) -> None:
+def test_a_default_limit_in_force_again_counts_running_requests(side: ScriptSide) -> None:
     pool = pool_of(side, {"*": {"max_parallel": 1, "over_limit": "reject"}, "a": {}}, **ROOMY)
     pool.admit("one flow=a/x, two flow=a/y")
     pool.call("set_tenants", "tenants", {"a": ""})

@@ -111,7 +111,7 @@ async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -
         assert state.in_flight == {**dict.fromkeys(small, 1), large: 20}
 
 
-async def test_amounts_are_counted_from_the_records_after_a_change_of_mode_and_a_loss(
+async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change_and_a_lost_key(
     fleet: OpenFleet,
 ) -> None:
     settings = {**IN_TOKENS, "adaptive": 0, "upper_per": 1000}

@@ -73,7 +73,7 @@ async def test_a_sweep_reclaims_the_oldest_requests_if_both_metrics_pages_lack_s
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
-async def test_a_request_newer_than_the_metrics_pages_makes_no_running_one_a_ghost(fleet: OpenFleet) -> None:
+async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # the request's renewal is late, but the pages count the request

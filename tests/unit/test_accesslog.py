@@ -123,7 +123,7 @@ async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
 
 
 @on_both_transports
-async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> None:
+async def test_a_periodic_log_entry_with_an_accounting_token_renews_the_lease() -> None:
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
     assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
@@ -134,7 +134,7 @@ async def test_a_periodic_entry_renews_the_lease_with_its_accounting_token() -> 
     assert items == [Alive("req-1", None, signed("req-1")), BARE_END]
 
 
-def test_a_periodic_entry_of_a_split_request_whose_answer_has_begun_ends_its_prefill() -> None:
+def test_a_periodic_log_entry_ends_the_prefill_of_a_split_request_whose_answer_has_begun() -> None:
     split = accounting_token.signed(f"{FIELDS}\tprefill=10.0.0.7:8000,1,2,3,4", "req-1", KEYS)
     for token, ttft, ended in ((split, "1500", ["req-1"]), (split, "-", []), (signed("req-1"), "1500", [])):
         message = bare("DownstreamPeriodic")

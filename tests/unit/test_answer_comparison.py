@@ -196,11 +196,11 @@ GOOD: dict[str, tuple[Sequence[Server], bool]] = {
 
 
 @cases("servers, sticky", GOOD)
-def test_no_good_answers_make_a_server_failing(servers: Sequence[Server], sticky: bool) -> None:
+def test_good_answers_never_make_a_server_count_as_failing(servers: Sequence[Server], sticky: bool) -> None:
     assert Pool(servers, sticky=sticky).answer(20_000).total() == 0
 
 
-def test_a_client_cannot_make_a_server_failing_by_bad_requests_to_that_server_alone() -> None:
+def test_bad_requests_of_one_client_to_one_server_do_not_make_the_server_count_as_failing() -> None:
     def refuses(dice: random.Random) -> Seen:
         return BAD["an unknown model"]
 
@@ -211,7 +211,7 @@ def test_a_client_cannot_make_a_server_failing_by_bad_requests_to_that_server_al
     assert Pool([refuses, chat, chat, chat], flows=1).answer(2000)[0] > 0
 
 
-def test_what_most_servers_answer_is_not_odd() -> None:
+def test_an_answer_that_most_servers_give_is_not_odd() -> None:
     def page(dice: random.Random) -> Seen:
         return BAD["a web page"]
 

@@ -72,7 +72,7 @@ class Replica:
         return found
 
 
-def test_an_answer_that_contradicts_the_index_teaches_and_others_do_not() -> None:
+def test_only_an_answer_that_contradicts_the_index_corrects_the_index() -> None:
     replica = Replica()
 
     replica.answer(TOKENS - 1)
@@ -152,7 +152,7 @@ def test_the_index_forgets_a_cache_exactly_if_pages_show_that_the_engine_lost_th
         assert replica.routes.index.match(PROMPT) == {}
 
 
-def test_a_replica_that_takes_over_compares_with_the_page_that_another_has_read() -> None:
+def test_a_replica_that_takes_over_compares_with_the_page_that_the_former_replica_read() -> None:
     replica = Replica()
     replica.watch.read(A, page(1, started_s=1e9))
     replica.readings.update({A: page(2, started_s=2e9)})  # another replica has noticed this restart
@@ -166,7 +166,7 @@ def test_a_replica_that_takes_over_compares_with_the_page_that_another_has_read(
     "half of the predicted hits": (0.5, (0, 0.6)),
     "as many hits as predicted": (1.0, None),
 })  # fmt: skip
-def test_without_cached_tokens_in_answers_page_counters_count(
+def test_if_answers_report_no_cached_tokens_the_counters_on_the_page_correct_the_index(
     hits: float, expected: tuple[float, float] | None
 ) -> None:
     replica = Replica()

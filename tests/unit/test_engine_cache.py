@@ -96,7 +96,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("capacity", [300, 1500, 9000])
-def test_the_capacity_is_learnt_from_answers_from_far_above_and_far_below(capacity: int) -> None:
+def test_answers_correct_an_estimated_capacity_that_is_far_too_high_or_far_too_low(capacity: int) -> None:
     clock = [0.0]
     index = PrefixIndex(per_endpoint=2000, clock=lambda: clock[0])
     engine = Engine(capacity, index, clock)

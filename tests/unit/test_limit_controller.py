@@ -106,7 +106,7 @@ def test_engines_of_different_sizes_get_limits_of_their_own() -> None:
     assert 64 <= pool.controller.limits()[B] <= 74
 
 
-def test_an_engine_that_can_run_fewer_is_found_within_10_s_and_no_other_limit_moves() -> None:
+def test_only_an_engine_that_can_run_fewer_requests_gets_a_lower_limit_and_within_10_s() -> None:
     # The prompts of one engine grow, so that its KV cache holds a quarter of the requests.
     long, other = Engine(64, kv_tokens=64 * 120), Engine(16)
     pool = Pool({A: long, B: other})

@@ -282,7 +282,7 @@ def test_a_configured_interval_does_not_depend_on_the_cost_of_pages() -> None:
     assert IntervalPolicy(0.05, fleet_with()).interval_s(cost(2.0), 100) == 0.05
 
 
-def test_suspected_endpoints_are_scraped_sooner_but_for_the_same_share_of_time() -> None:
+def test_suspected_endpoints_are_scraped_sooner_but_take_no_larger_share_of_the_servers_time() -> None:
     unused = IntervalPolicy(None, fleet_with())
     assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.1
     assert unused.interval_s(cost(0.008), 1, suspect=True) == pytest.approx(0.8)

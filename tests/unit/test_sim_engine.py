@@ -275,7 +275,7 @@ def test_a_preempted_request_is_computed_again_and_not_admitted_in_the_next_step
     limits=LIMITS,
     budget=st.integers(6, 30),
 )
-def test_steps_keep_the_limits_and_end_every_request(
+def test_steps_keep_within_the_engines_limits_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, budget: int
 ) -> None:
     engine, *everyone = engine_with(limits, *(sequence(*ask) for ask in asks))

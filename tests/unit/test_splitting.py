@@ -65,7 +65,7 @@ def test_a_request_is_split_if_that_costs_less_time(
     ("times", "least", "most"),
     [(KNOWN, 10, 50), (StageTimes(1.0, 0.89), 100, 190), (StageTimes(), 1000, 1500)],
 )
-def test_a_few_requests_take_the_other_choice_more_while_its_time_is_unknown(
+def test_a_few_requests_take_the_slower_choice_and_more_while_its_time_is_unknown(
     times: StageTimes, least: int, most: int
 ) -> None:
     draw = random.Random(50).random

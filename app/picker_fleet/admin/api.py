@@ -200,7 +200,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
     view = pools[0].view
 
     def health() -> tuple[bool, dict[str, str]]:
-        """Whether all pools are ready, and each component's state; several pools prefix the keys."""
+        """Whether all pools are ready, and each component's state by name (of several pools: POOL/NAME)."""
         fault = full()
         found = {pool.name: pool.view.ready() for pool in pools}
         components = {

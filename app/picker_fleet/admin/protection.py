@@ -58,7 +58,7 @@ _CODES = {
 
 _log = logging.getLogger(__name__)
 Responses = dict[int | str, dict[str, Any]]  # the OpenAPI descriptions of a call's answers by status
-# Given as `model`, FastAPI would build a validator for each fault of each call: half of a replica's start.
+# With `model` here FastAPI would build a validator for each fault of each call: half of a replica's start.
 PROBLEM: dict[str, Any] = {
     "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 }

@@ -426,7 +426,7 @@ class Failover:
             if outage.resync is resync:
                 self.redis_lost("failed", f"lost again during the resync: {fault}")
             return
-        if outage.resync is resync:  # if not, Redis was lost meanwhile, which ended this resync
+        if outage.resync is resync:  # else Redis was lost meanwhile, which ended this resync
             self.finish_resync(resync)
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 

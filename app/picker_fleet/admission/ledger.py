@@ -36,7 +36,7 @@ class Phase(enum.Enum):
     | (unknown) | end      | ENDED     |                                                                     |
     | PLACED    | withdraw | WITHDRAWN | Envoy never got the placement and may send the request elsewhere    |
     | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
-    | WITHDRAWN | see      | SEEN      | the withdrawal released the budget, so the end must not             |
+    | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
     | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
     | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
     """

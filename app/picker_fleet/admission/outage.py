@@ -176,7 +176,7 @@ class Outage:
             answers = [
                 store.renew(each.id, each.attempt, each.served, each.token, self.clock() - each.seen_s)
                 for each in running[at : at + _CHUNK]
-                if each.running  # if not, the request ended during the resync
+                if each.running  # other requests ended during the resync
             ]
             for answer in answers:
                 with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it

@@ -58,8 +58,8 @@ _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
-# Send the age of a younger request as 0. Ages are whole ms, and another process may have had the core since
-# the arrival, so a tiny age could let a request overtake earlier requests in its message.
+# Send the age of a request younger than this as 0. Ages are whole ms, and another process may have had the
+# core since the arrival, so a tiny age could let a request overtake earlier requests in its message.
 _YOUNG_S = 0.01
 
 
@@ -189,7 +189,7 @@ class SharedQueue:
         if displaced is not None:
             # Envoy sent the request again over a new stream; the old stream has lost its client.
             _fail(displaced.notification, ClientGone(_TAKEN_OVER))
-            displaced.notification.exception()  # mark as retrieved: the displaced task may have ended
+            displaced.notification.exception()  # the displaced task may have ended: let asyncio not warn
         self._waiting[request.id] = waiter
         verdict: AnyVerdict | None = None
         try:
@@ -465,7 +465,7 @@ class SharedQueue:
         except RequestError as error:
             if not waiter.notification.done():
                 waiter.notification.set_exception(error)
-                waiter.notification.exception()  # mark as retrieved: the waiting task may have ended
+                waiter.notification.exception()  # the waiting task may have ended: let asyncio not warn
             return True
         if isinstance(verdict, Placed):
             _notify(waiter.notification, verdict)

@@ -106,8 +106,8 @@ class InferenceRequest(NamedTuple):
 
 class Placement(NamedTuple):
     """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
-    `prefillers` are the endpoints that compute the prompt of a split request, best first; empty: it is whole.
-    `prefill_s` is the predicted time (s) until that prompt is computed, None if unknown.
+    `prefillers` are the endpoints that compute the prompt of a split request, best first; empty if it is
+    whole. `prefill_s` is the predicted time (s) until that prompt is computed, None if unknown.
 
     Envoy returns the opaque `accounting_token` in the access log; this token suffices to account for the
     request after a loss of the shared state. `attempt` names the stream that may withdraw the placement, and

@@ -166,8 +166,8 @@ def without_secrets(text: str) -> str:
 
 
 def has_control(text: str) -> bool:
-    """Whether `text` contains a control character. Names in the shared state must contain none: keys join
-    names by byte 0x1F, and records end names by byte 0."""
+    """Whether `text` contains a control character. Names in the shared state contain no such character: keys
+    join names by byte 0x1F, and records end names by byte 0."""
     return _CONTROL.search(text) is not None
 
 

@@ -422,7 +422,7 @@ class _Models(msgspec.Struct):
 
 
 class _Target:
-    """The scraping state of one endpoint. `_page` is None until a page has been read. So is `_engine`, if
+    """The scraping state of one endpoint. `_page` is None until a page has been read, and so is `_engine` if
     several engines are possible."""
 
     def __init__(self, place: Place, access: Access, last_read: EndpointMetrics | None) -> None:

@@ -243,7 +243,7 @@ class Membership:
             try:
                 return await self._read()
             except StateUnavailable:
-                if (outage := self._failover.status()) is None:  # if not, an outage began during the read
+                if (outage := self._failover.status()) is None:  # else an outage began during the read
                     raise
         if self._state is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)

@@ -23,7 +23,7 @@ class TenantMetrics:
         self._tree: Tree | None = None
         self._paths: list[str] = []
         self._at = 0
-        self._epoch = ""  # of the state that has the balances in `_rows`
+        self._epoch = ""  # the epoch of the state with the balances in `_rows`
         self._rows: dict[str, TenantRow] = {}
         self._read_s: dict[str, float] = {}  # when each row was read
 
@@ -46,7 +46,7 @@ class TenantMetrics:
         self._metrics.tenants(self._rows)
 
     def _missing(self, there: TenantRow) -> Iterator[Awaitable[float | None]]:
-        """Calls that charge what the node was last known to owe and has not leaked since, beyond `there`."""
+        """Calls that charge a node the units it last owed, less the leak since and those in `there`."""
         age_s = self._clock() - self._read_s[there.path]
         owed = {(each.unit, each.per): each.burst - each.left for each in there.limits}
         for each in self._rows[there.path].limits:

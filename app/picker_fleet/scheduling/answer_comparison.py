@@ -16,7 +16,7 @@ from picker_fleet.state import accounting_token
 ODD: Final = "unlike others"  # the reason of the fault
 FAILING: Final = 8  # the score from which an endpoint fails: four odd answers in a row
 _ODD, _GOOD = 2, -1  # added to the score by each answer, so that an endpoint fails if half of its answers do
-_REFUSALS, _ANSWERED = 64, -16  # the same for refusals, each of which adds 1
+_REFUSALS, _ANSWERED = 64, -16  # refusals that fail an endpoint; change of their count by an answer
 _FEW_REFUSALS = 4  # a score that clients' errors may cause at any endpoint
 _REFUSED_FLOWS = 4  # fewer flows may all be of one client; one alone counts if it has the pool alone (Lua)
 _ONE_IN = 16  # good answers, of which one is kept for comparison and stands for all
@@ -27,7 +27,7 @@ _MOST_KINDS = 8  # of one endpoint's answers
 _MOST_ENDPOINTS = 4096  # counted for each path and model; about 5 KB each
 _SAMPLED = 16  # endpoints, at most, with which answers are compared
 _FRESH = 16  # kept answers of each endpoint before the endpoints are compared again
-_INACTIVE = 32  # an endpoint without answers is forgotten after so many of each other endpoint
+_INACTIVE = 32  # an endpoint without answers is forgotten after this many of each other endpoint
 _MARGIN = 2.0  # an answer is smaller or faster only if by this factor
 
 

@@ -50,7 +50,7 @@ from picker_fleet.state.accounting_token import Keyring
 _log = logging.getLogger(__name__)
 
 # The most candidates with scores passed to the script: more would cost the script more than they improve the
-# choice. A sample of endpoints gives fewer: they differ between picks, which costs the script more.
+# choice. Of a sample, fewer: candidates then differ between picks, which costs the script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _TRIED = 1 / 8  # fraction of streams that are admitted although predicted to be late, by a factor below two
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently

@@ -210,7 +210,7 @@ class PrefixIndex:
         return expected if expected is not None and expected.steps else None
 
     def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
-        """Whether `learn` would change anything. False if the cache was cleared after its life `life`."""
+        """Whether `learn` would change anything: not if the cache has been cleared since its life `life`."""
         cache = self._caches.get(address)
         return (
             cache is not None and life in (None, cache.life) and not cache.follows and cache.teaches(evidence)
@@ -353,7 +353,7 @@ class LatencyTracker:
     def __init__(self, *, max_endpoints: int = 4096) -> None:
         self._max_endpoints = max_endpoints
         self._windows: dict[str, deque[float]] = {}
-        self._stats: dict[str, LatencyStats] = {}  # a cache: picks read the statistics of many endpoints
+        self._stats: dict[str, LatencyStats] = {}  # cached, since picks read many endpoints' statistics
 
     def add(self, address: str, seconds: float) -> None:
         """Add one completion time; ignore it if it is negative, infinite or not a number."""

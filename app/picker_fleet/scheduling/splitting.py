@@ -20,13 +20,13 @@ LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: 
 # Part of the requests that take the slower choice if that is hardly slower. If the slower choice is predicted
 # to take n times as long, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
-_EXPLORED_UNKNOWN: Final = 1 / 8  # the same, until some fifty requests have shown that choice's time
+_EXPLORED_UNKNOWN: Final = 1 / 8  # as _EXPLORED, until some fifty requests have shown that choice's time
 
 
 class StageTimes(NamedTuple):
     """Predicted times (s) to one request's first token, None if unknown, `whole_s` on its decode endpoint
-    alone, `split_s` with its prefill endpoint. `own_s` is the time of its prompt alone in `whole_s`. The
-    prompt would delay `delayed` answers on its decode endpoint, `delayed_split` on its prefill endpoint."""
+    alone, `split_s` with its prefill endpoint. `own_s` is the own prompt's part of `whole_s`. The prompt
+    would delay `delayed` answers on its decode endpoint, `delayed_split` on its prefill endpoint."""
 
     whole_s: float | None = None
     split_s: float | None = None

@@ -190,7 +190,7 @@ class TokenPrefixes:
         return None
 
     async def _share(self, prompt: _Prompt, tokens: Sequence[int]) -> None:
-        """Share in which block of `tokens` each block of the prompt ends, from the first that is new."""
+        """Share for each new block of the prompt the block of `tokens` in which it ends."""
         blocks, links, step = prompt.blocks, list[bytes](), _PIECE * prompt.block_tokens
         for at in range(0, len(tokens), step):
             before = links[-1] if links else b""

@@ -120,7 +120,7 @@ class Call(msgspec.Struct, eq=False):
         for item in self.items:
             if not item.answer.done():
                 item.answer.set_exception(fault(why, retry_after_s=1))
-                item.answer.exception()  # mark as retrieved: asyncio must not warn if the caller has gone
+                item.answer.exception()  # asyncio must not warn if the caller has gone
 
 
 class DelayedCalls:

@@ -71,7 +71,7 @@ async def _run(targets: set[tuple[str, str]], *, keep: bool) -> int:
 
 
 async def _load_if_missing(url: str, key: str, before: str) -> str:
-    """Load the library if it is missing. Returns '' or the failure; prints it unless it is `before`."""
+    """Load the library if it is missing. Returns '' or the failure; prints a failure other than `before`."""
     library = load_library()
     # Use a new connection each time, to find the current primary.
     client = CommandClient(url, key, deadline_s=_DEADLINE_S)

@@ -429,7 +429,7 @@ class Fairness(Check):
                 self._services.begin(queue, entry)
 
     def _collect(self, band: int) -> None:
-        """Forget band number `band`, which is unused: the next band with it starts at virtual time 0."""
+        """Forget band number `band`, which is unused: the number's next band starts at virtual time 0."""
         for queue in self._replay.flow_queues.of(band):
             self._services.end(queue)
             self._slack.pop(queue.key, None)

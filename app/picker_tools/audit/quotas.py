@@ -92,7 +92,7 @@ class Quotas(Check):
         self._most_kept = _LEAST_KEPT
         self._decision_us = 0
         self._had_tenants = False
-        self._counts_again = False  # nodes have changed since `_parallel` was counted
+        self._counts_again = False  # whether nodes have changed since `_parallel` was counted
 
     def check(self, step: Step) -> None:
         entry, rules = step.entry, self._replay.rules
@@ -215,7 +215,7 @@ class Quotas(Check):
     def _balances(
         self, path: str, node: Node, entry: Entry, tokens: _Tokens
     ) -> Iterator[tuple[str, float, float, float]]:
-        """For each limit of a node: name, amount for `tokens`, rest, most at once."""
+        """For each limit of a node: name, amount that `tokens` take, amount left, most at once."""
         for limit in node.limits:
             left = limit.most - self._owed_now(path, limit, entry)
             yield f"{limit.unit} (in {limit.per_ms:g} ms)", tokens.of(limit.unit), left, limit.most

@@ -276,7 +276,7 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # a part that has run so long restarts without a longer pause
+_SETTLED_S = 30.0  # a part that has run this long restarts without a longer pause
 
 
 class Supervisor:

@@ -18,7 +18,7 @@ from picker_tools.simulator.transfer import Pull
 # the square of a prompt's length (6 % of a prompt of 1000 tokens).
 BASE_S = 19.56e-3
 SEQUENCE_S = 50.6e-6  # added for each sequence that decodes
-KV_TOKEN_S = 0.494e-6  # added for each token of their contexts
+KV_TOKEN_S = 0.494e-6  # added for each token in the contexts of these sequences
 PREFILL_TOKEN_S = 150.5e-6
 BUDGET_TOKENS = 2048  # vLLM's default of --max-num-batched-tokens for online serving
 

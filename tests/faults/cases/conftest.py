@@ -14,9 +14,9 @@ from whole_fleet import Fleet, fleets
 
 _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
-# These cases run only in full. The short form of the first is tests/fleet/test_redis_loss.py; for the second,
-# tests/faults/test_redis_connection.py and the fault schedules stall, delay and cut connections. In full
-# Redis has its default budget of time, and company on the machine would look like a slow Redis.
+# These cases run only in full. `make test` has shorter tests of both: tests/fleet/test_redis_loss.py;
+# tests/faults/test_redis_connection.py and the fault schedules that stall, delay and cut connections. These
+# cases keep `redis.silence` at its default, so a busy machine would look like a slow Redis.
 collect_ignore = [] if FULL else ["test_case_redis_away.py", "test_case_redis_slow.py"]
 
 
