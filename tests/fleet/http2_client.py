@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 import httpx
 
 Fields = Sequence[tuple[str, str]]
@@ -15,11 +16,13 @@ _HEAD.append(("content-type", "application/json"))
 
 
 class Upload:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, window: int) -> None:
         self._reader, self._writer = reader, writer
         # A hostile client sends headers that h2 would refuse, such as the same name twice.
         config = h2.config.H2Configuration(header_encoding="utf-8", validate_outbound_headers=False)
         self._h2 = h2.connection.H2Connection(config)
+        sizes = {h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
+        self._h2.local_settings = h2.settings.Settings(client=True, initial_values=sizes)
         self._h2.initiate_connection()
         self._status = ""
         self._over = False
@@ -51,6 +54,11 @@ class Upload:
         self._h2.end_stream(1)
         await self._flush()
 
+    async def open_window(self, size: int) -> None:
+        """Allow Envoy to send `size` bytes more of the answer."""
+        self._h2.increment_flow_control_window(size, stream_id=1)
+        await self._flush()
+
     async def answered(self) -> str:
         """The response status, after the end of the answer."""
         while not self._over:
@@ -78,11 +86,12 @@ class Upload:
 
 
 @asynccontextmanager
-async def upload(url: str) -> AsyncIterator[Upload]:
+async def upload(url: str, window: int = 65_535) -> AsyncIterator[Upload]:
+    """Connect to `url`; Envoy may send `window` bytes of each answer until the client allows more."""
     at = httpx.URL(url)
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(at.host, at.port)
         try:
-            yield Upload(reader, writer)
+            yield Upload(reader, writer, window)
         finally:
             writer.transport.abort()

@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crowd import http_client
 from edge_envoy import Edge, admitted, edge, http_manager
-from fleet_load import at_rest, decisions, exchange
+from fleet_load import at_rest, decisions, exchange, metric
 from http2_client import upload
 
 from picker_tools.local_fleet.network import LOOPBACK
@@ -54,6 +55,24 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 def strangers(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     with edge(here, tmp_path_factory.mktemp("edge"), mode=mode) as running:
         yield running
+
+
+async def test_an_answer_that_its_client_does_not_read_holds_no_place(here: Any, strangers: Edge) -> None:
+    await at_rest(here)
+    since = len(await decisions(here))
+    tokens = partial(metric, here, "epp_output_tokens_total")
+    before = await tokens()
+    async with upload(strangers.url, window=0) as client:
+        await client.send_open(json.dumps(ASK).encode())
+        await client.end()
+        await here.eventually(lambda: decisions(here), lambda found: len(found) > since)
+        await at_rest(here)
+        # The end was reported: no sweep has reclaimed the request.
+        assert [entry.event for entry in (await decisions(here))[since:]] == ["bypassed", "completed"]
+        await client.open_window(65_535)
+        assert await client.answered() == "200"
+    # An answer that is read late counts once, with its tokens.
+    await here.eventually(tokens, lambda found: found == before + 1)
 
 
 async def test_identity_claims_in_headers_and_trailers_have_no_effect(here: Any, strangers: Edge) -> None:

@@ -163,7 +163,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an end releases budget each time it is reported", "app/picker_fleet/admission/ledger.py",
-        "entry.phase is Phase.ENDED and entry.journaled:", "False:", "tests/unit/test_local_admission.py",
+        "entry.phase is Phase.ENDED and (entry.journaled or entry.unread):", "False:",
+        "tests/unit/test_local_admission.py",
     ),
     Mutation(
         "a resync does not wait for the tombstones of peers", "app/picker_fleet/admission/failover.py",

@@ -27,7 +27,7 @@ from picker_fleet.telemetry.metrics import Metrics
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
 NOW_S = 1000.0
 _ANY_TIME_S = 1e6  # a replica accepts access-log entries of any age
-_UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
+_UNSENT, _RUNS, _UNREAD, _OVER = "unsent", "runs", "unread", "over"
 
 
 class Done(asyncio.Future[Any]):
@@ -120,8 +120,9 @@ class State(NamedTuple):
 class World:
     """The `replicas`, each of which may lose Redis up to `outs` times, and one request, which is renewed up
     to `signs` times. With `patient`, a replica restores requests only after each peer has reported its
-    completions or has no Redis; without `patient`, this wait may time out at any time. Redis may lose all
-    data `losses` times. With the argument `whole`, a resync is one step, between heartbeats of all replicas.
+    completions or has no Redis; without `patient`, this wait may time out at any time. If `unread`, the
+    answer may be complete before its client has read it. Redis may lose all data `losses` times. With the
+    argument `whole`, a resync is one step, between heartbeats of all replicas.
     """
 
     def __init__(
@@ -133,10 +134,11 @@ class World:
         patient: bool = True,
         losses: int = 0,
         whole: bool = False,
+        unread: bool = False,
     ) -> None:
         self.pool = Pool()
         self._most_outs, self._most_signs, self._losses = outs, signs, losses
-        self.patient, self._whole = patient, whole
+        self.patient, self._whole, self._unread = patient, whole, unread
         self.names = tuple("abcdef"[:replicas])
         self.request, self._signs = _UNSENT, 0
         self._outs, self._reported = [0] * replicas, [False] * replicas
@@ -172,8 +174,12 @@ class World:
                     yield Step("start", who)
             elif self.request == _RUNS:
                 yield Step("end", who)
+                if self._unread:
+                    yield Step("answer", who)
                 if self._signs < self._most_signs:
                     yield Step("renew", who)
+            elif self.request == _UNREAD:
+                yield Step("end", who)
             if gate.failover.state is FailoverState.LOCAL:
                 yield Step("return" if self._whole else "resync", who)
                 continue
@@ -202,9 +208,11 @@ class World:
         elif step.what == "renew":
             self._signs += 1
             gate.renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
-        elif step.what == "end":
-            self.request = _OVER
-            gate.settle(ended(REQUEST)._replace(served=ENDPOINT, accounting_token=self.accounting_token))
+        elif step.what in ("answer", "end"):
+            is_read = step.what == "end"
+            self.request = _OVER if is_read else _UNREAD
+            end = ended(REQUEST)._replace(served=ENDPOINT, accounting_token=self.accounting_token)
+            gate.settle(end._replace(is_read=is_read))
         elif step.what == "leave":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)

@@ -19,6 +19,7 @@ START_US = 1_750_000_000_000_000
 # Number of replicas, and options of `World`.
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"patient": False}),
+    (2, {"patient": False, "signs": 0, "unread": True}),
     (2, {"patient": False, "losses": 1, "whole": True}),
     (2, {"patient": True, "outs": 2, "whole": True}),
     (3, {"patient": True, "whole": True}),

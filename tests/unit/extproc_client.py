@@ -99,6 +99,9 @@ class ScriptedGate:
         self.settled.append(completion)
         self.reported.append(completion)
 
+    def answered(self, completion: Completion) -> None:
+        self.reported.append(completion)
+
     def renew(self, alive: Alive) -> None:
         self.renewed.append(alive)
         self.reported.append(alive)

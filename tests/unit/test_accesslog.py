@@ -127,11 +127,14 @@ async def test_a_periodic_log_entry_with_an_accounting_token_renews_the_lease() 
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
     assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
-    # If an entry has no type, a flag says whether the entry is intermediate.
-    alive = entry("NotSet")
-    alive.common_properties.intermediate_log_entry = True
-    items = await reported(batch(alive, entry("NotSet")))
-    assert items == [Alive("req-1", None, signed("req-1")), BARE_END]
+
+
+@pytest.mark.parametrize(("sent_kib", "renewed"), [(65, 0), (1024, 1)])
+def test_an_answer_that_its_client_does_not_read_renews_no_lease(sent_kib: int, renewed: int) -> None:
+    message = entry("DownstreamPeriodic")
+    message.response.response_body_bytes = 1024 * 1024
+    message.common_properties.downstream_wire_bytes_sent = sent_kib * 1024
+    assert len(taken(message)[0].renewed) == renewed
 
 
 def test_a_periodic_log_entry_ends_the_prefill_of_a_split_request_whose_answer_has_begun() -> None:
@@ -380,6 +383,43 @@ def test_access_log_entries_are_counted_by_kind() -> None:
     _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
+
+
+def answered(status: int = 200, placed: str | None = None, ttft: str = "1500", ended_ms: int = 2) -> Entry:
+    """Envoy's entry for an attempt on behalf of a client of HTTP/2."""
+    message = bare("UpstreamEnd", "from-envoy", status)
+    placed = f"req-1 ={signed('req-1')}" if placed is None else placed
+    message.response.response_headers[accesslog.PLACED_HEADER] = placed
+    message.common_properties.time_to_last_upstream_rx_byte.FromMilliseconds(ended_ms)
+    if ttft:
+        message.common_properties.custom_tags[accesslog.TTFT_TAG] = ttft
+    return message
+
+
+@pytest.mark.parametrize("status", [200, 400, 429, 500])
+def test_an_answer_that_an_endpoint_has_sent_ends_its_request_before_the_client_has_read_it(
+    status: int,
+) -> None:
+    outcome = Outcome.UPSTREAM_FAILED if status == 500 else Outcome.COMPLETED
+    expected = BARE_END._replace(status=status, outcome=outcome, is_read=False)
+    gate, page = taken(answered(status))
+    assert (gate.reported, gate.settled) == ([expected], [])
+    assert 'epp_access_log_entries_total{kind="answered"} 1.0' in page
+
+
+ANSWERS_THAT_END_NOTHING: dict[str, tuple[Entry]] = {
+    "Envoy may try another endpoint": (answered(503, ttft=""),),
+    "the answer is cut off": (answered(ended_ms=0),),
+    "the request was not placed, mode lean": (answered(placed=" ="),),
+    "the request was not placed, mode http": (answered(placed=" "),),
+    "the id is another's": (answered(placed=f"req-2 ={signed('req-1')}"),),
+    "the id is too long": (answered(placed=f"{'x' * 513} =token"),),
+}
+
+
+@cases("message", ANSWERS_THAT_END_NOTHING)
+def test_other_answers_end_no_request(message: Entry) -> None:
+    assert taken(message)[0].reported == []
 
 
 def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:

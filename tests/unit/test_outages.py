@@ -12,8 +12,10 @@ from local_requests import ask
 from metrics_page import samples
 
 from picker_fleet import background
+from picker_fleet.admission import admission
 from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.failover import FailoverState
+from picker_fleet.admission.ledger import Phase
 from picker_fleet.admission.outage import unseen_s
 from picker_fleet.admission.peers import OutageCount
 from picker_fleet.domain.bands import Band
@@ -25,7 +27,7 @@ from picker_fleet.domain.errors import (
     ShuttingDown,
     StateUnavailable,
 )
-from picker_fleet.domain.request import Alive, Outcome, Placement
+from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import Notification, Placed, Renewal, Verdict
 
@@ -554,6 +556,44 @@ async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
     bench.gate.withdraw("r", placement)
     bench.end("r", placement)
     assert bench.free == free + 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "calls"), [("before", 0), ("between", 1), ("never", 1), ("never, and Redis is slow", 2)]
+)
+async def test_an_answer_that_is_read_late_releases_its_cost_once_and_counts_once(
+    lost: str, calls: int
+) -> None:
+    bench = Bench(away=lost == "before")
+    placement = await bench.place()
+    bench.end("r", placement, is_read=False, completion_tokens=None)
+    if calls < 2:
+        await asyncio.sleep(0)
+    assert bench.counted("epp_completions_total", "outcome") == {}
+    if lost == "between":
+        bench.lose_redis()
+    free = 0.0 if lost.startswith("never") else bench.free
+    bench.end("r", placement)
+    await asyncio.sleep(0)
+    assert bench.counted("epp_completions_total", "outcome") == {"completed": 1}
+    assert sum(bench.counted("epp_output_tokens_total", "model").values()) == 1
+    assert len(bench.store.settled) == calls
+    assert lost.startswith("never") or bench.free == free
+
+
+async def test_an_answer_that_is_read_in_time_costs_no_call_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "_UNREAD_S", 0.0)
+    bench = Bench()
+    for name in ("read", "unread"):
+        token = (await bench.place(name)).accounting_token
+        end = Completion(name, Outcome.COMPLETED, 200, E1, *[None] * 4, accounting_token=token)
+        bench.gate.answered(end._replace(is_read=False))
+        if name == "read":
+            bench.gate.settle(end)
+    await until(lambda: bench.gate.ledger.get("unread").phase is Phase.ENDED)  # type: ignore[union-attr]
+    assert [name for name, *_ in bench.store.settled] == ["read", "unread"]
 
 
 async def test_the_end_of_an_owned_stream_releases_the_cost_of_the_request() -> None:

@@ -37,6 +37,8 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
+_UNREAD_S = 0.5  # an end that follows within this time costs no call of its own
+
 
 class Admission:
     """Admits, places and accounts for requests. All calls come from one event loop.
@@ -206,22 +208,34 @@ class Admission:
         # Use the token that came with the end, or else the token that the ledger keeps for an owned stream.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
-        ran, is_new = bool(token), True
+        ran, is_new, was_unread = bool(token), True, entry is not None and entry.unread
         if outage is None:
             self.failover.is_busy = True
         elif ran or (entry is not None and entry.running and entry.journaled):
             ran, is_new = True, outage.end(entry, completion, token)
         elif is_local:
             return  # the request never ran (Envoy also logs refused requests)
-        entry = self.ledger.finish(completion, token, is_reported=not is_local) if ran else None
-        if is_local:
+        is_known = is_local or (was_unread and entry is not None and entry.confirmed)
+        entry = self.ledger.finish(completion, token, is_reported=not is_known) if ran else None
+        if is_known:
             self._reports.note_end(completion, token)
-            if is_new:
+            if is_new or was_unread:
                 self._reports.count(completion, token, accounting_token.model_of(token))
         else:
             self._reports.settle(completion, token, entry)
         if entry is not None:
             self.failover.tombstones.add(entry)
+
+    def answered(self, completion: Completion) -> None:
+        """The endpoint has sent its whole answer. Envoy reports the request's end after the client has read
+        the answer; if that takes long, release what the request holds. Returns at once; idempotent."""
+        asyncio.get_running_loop().call_later(_UNREAD_S, self._end_unread, completion)
+
+    def _end_unread(self, completion: Completion) -> None:
+        entry = self.ledger.get(completion.id)
+        if entry is None or entry.phase is not Phase.ENDED:
+            token = self._own_token(completion.accounting_token)  # the span belongs to the end that follows
+            self.settle(completion._replace(accounting_token=token))
 
     def suspect(self, request_id: str) -> None:
         """An access-log entry without an accounting token says that the request has ended; the next metrics

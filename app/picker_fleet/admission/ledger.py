@@ -38,7 +38,8 @@ class Phase(enum.Enum):
     | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
     | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
     | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
-    | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
+    | any       | end      | ENDED     | further ends and late signs of life change nothing, but the end     |
+    |           |          |           | after an answer that was unread is counted                          |
     """
 
     PLACED = enum.auto()
@@ -57,8 +58,9 @@ class Entry(msgspec.Struct, eq=False):
     runs by an access log. local_cost: the budget of a request placed in the present outage. seen_s: time of
     the last sign of life or the placement. journaled: whether the request was placed, was seen or ended in
     the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
-    `confirmed`. published: the epoch of the shared state that has the tombstone. restored: another replica
-    restored the request after its end.
+    `confirmed`. unread: the request has ended, but its client may not have read the answer. published: the
+    epoch of the shared state that has the tombstone. restored: another replica restored the request after
+    its end.
     """
 
     id: str
@@ -75,6 +77,7 @@ class Entry(msgspec.Struct, eq=False):
     ended_s: float = 0.0
     end: Completion | None = None
     confirmed: bool = True
+    unread: bool = False
     journaled: bool = False
     withdrawn: bool = False
     published: str = ""
@@ -102,7 +105,7 @@ def released_by_end(entry: Entry | None, token: str) -> float | None:
     `entry` is the request's entry before the end, None if unknown; `token` the accounting token, '' if
     unknown.
     """
-    if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
+    if entry is not None and entry.phase is Phase.ENDED and (entry.journaled or entry.unread):
         return None
     if entry is None or not (entry.withdrawn or entry.is_local):
         return accounting_token.cost_of(token)
@@ -184,7 +187,7 @@ class Ledger:
         if entry is None:
             entry = self._entries[completion.id] = Entry(completion.id, Phase.ENDED)
         entry.phase, entry.owned, entry.end, entry.confirmed = Phase.ENDED, False, completion, not is_reported
-        entry.token = token or entry.token
+        entry.token, entry.unread = token or entry.token, not completion.is_read
         entry.attempt, entry.endpoint, entry.served, entry.seen_s = None, "", "", 0.0
         entry.traceparent = entry.unacknowledged = ""
         entry.ended_s, entry.published = self._clock(), ""

@@ -79,6 +79,8 @@ class Reports:
 
     def note_end(self, completion: Completion, token: str) -> None:
         """Record the latency and failures of endpoints from a request's end."""
+        if not completion.is_read:
+            return
         if token:  # if 'left', the request was never placed
             self._chooser.ended(completion, token)
         if completion.failed:
@@ -145,8 +147,9 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Record that Redis has answered the report of an end, or never will. Ignores a second answer."""
-        if entry is not None and not self._ledger.confirm(entry):
+        """Record that Redis has answered the report of an end, or never will. Ignores a second answer, and
+        the answer to an earlier end."""
+        if entry is not None and not (entry.end is completion and self._ledger.confirm(entry)):
             return
         if answer.cancelled() or answer.exception() is not None:
             return
@@ -163,6 +166,8 @@ class Reports:
 
     def count(self, completion: Completion, token: str, model: str) -> None:
         """Count a request's end in metrics and usage; `token` is its accounting token, '' if unknown."""
+        if not completion.is_read:
+            return
         self._metrics.completed(completion, model)
         if self._record_usage is not None:
             self._record_usage(completion, accounting_token.flow_of(token), model)

@@ -145,7 +145,8 @@ class Completion(NamedTuple):
     `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known. `ttft_s` is the
     time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
     `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's, and
-    `content_type` and `body_bytes` describe the answer's body.
+    `content_type` and `body_bytes` describe the answer's body. If not `is_read`, the endpoint has sent its
+    answer, and another end follows when the client has read it: only that end is counted.
     """
 
     id: str
@@ -169,6 +170,7 @@ class Completion(NamedTuple):
     path: str = ""
     content_type: str = ""
     body_bytes: int = 0
+    is_read: bool = True
 
     @property
     def answered(self) -> bool:

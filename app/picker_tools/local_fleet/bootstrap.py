@@ -43,10 +43,15 @@ from picker_fleet.ingress.context import PRESSURE as PRESSURE_HEADER
 from picker_fleet.ingress.context import refusal
 from picker_fleet.ingress.ext_proc.accesslog import (
     CONTENT_TYPE,
+    EXT_AUTHZ,
     FAULT_TAG,
+    ID_HEADER,
     METADATA_HEADERS,
+    PLACED_HEADER,
     RETRY_AFTER,
     STATE_IDS,
+    TOKEN_HEADER,
+    TOKEN_MARK,
     TTFT_FORMAT,
     TTFT_TAG,
 )
@@ -79,6 +84,7 @@ _ANSWER_MARGIN_S = 60.0
 _NAMES = {
     "destination_header": DESTINATION,
     "length_header": LENGTH_HEADER,
+    "placed_header": PLACED_HEADER,
     "pressure_header": PRESSURE_HEADER,
     "session_header": SESSION_HEADER,
 }
@@ -332,11 +338,13 @@ class _Manager:
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
             # In the mode `standard` the picker replaces these headers of model servers.
-            replaced_headers=quota_headers.NAMES if self._has_tenants and mode != "standard" else None,
+            replaced_headers=None
+            if mode == "standard"
+            else [PLACED_HEADER, *(quota_headers.NAMES if self._has_tenants else ())],
             filters=self._filters(pool),
             # In the mode `standard` the picker reads the answer, but cannot distinguish a cut-off answer from
             # a client that left.
-            access_log=_access_log(_part("only_cut") if mode == "standard" else None),
+            access_log=_fault_log("only_cut") if mode == "standard" else _request_log(None, CONTENT_TYPE),
             access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
             carried=[
                 _part("carried", carried=carried, status=status)
@@ -396,16 +404,24 @@ class _Manager:
         filters = [_part("cors")] if self.origins else []
         if self.client_rate is not None:
             filters.append(_part("local_ratelimit", rate=self.client_rate, burst=2 * self.client_rate))
-        if self.mode != "standard":  # in the mode `standard` the picker reads usage
-            events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
-            answers = _rules("usage_in_answer", ("id", "conversation.id"))
-            if self._needs_cached_tokens:
-                events += _numbers("cached_in_events")
-                answers += _numbers("cached_in_answer")
-            filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
-            filters.append(_part("json_to_metadata", rules=answers))
-        filters.append(self._asking(pool))
-        return [*filters, _part("router", attempts=_access_log(_part("only_failed_attempts")))]
+        attempts = [_fault_log("only_failed_attempts")]
+        if self.mode == "standard":  # the picker reads usage, and sees the answer end
+            return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=None)]
+        events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
+        answers = _rules("usage_in_answer", ("id", "conversation.id"))
+        if self._needs_cached_tokens:
+            events += _numbers("cached_in_events")
+            answers += _numbers("cached_in_answer")
+        filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
+        filters.append(_part("json_to_metadata", rules=answers))
+        attempts.append(_request_log(_part("only_multiplexed"), PLACED_HEADER))
+        id_and_token = f"%DYNAMIC_METADATA(picker:id)% {TOKEN_MARK}%DYNAMIC_METADATA(picker:token)%"
+        if self.mode == "http":
+            id_and_token = " ".join(
+                f"%DYNAMIC_METADATA({EXT_AUTHZ}:{name})%" for name in (ID_HEADER, TOKEN_HEADER)
+            )
+        marked = _part("marked_answers", placed=id_and_token)
+        return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=marked)]
 
     def _asking(self, pool: str | None) -> Tree:
         """The filter that calls the picker about requests for `pool`, or for the pools of their routes."""
@@ -508,14 +524,14 @@ def _not_found(match: Tree, path: bytes = b"/") -> Tree:
     return _part("not_found", match=match, body=refused.body.decode())
 
 
-def _access_log(only: Tree | None) -> Tree:
-    ttft = {"tag": TTFT_TAG, "value": TTFT_FORMAT}
-    return _part(
-        "access_log",
-        only=only,
-        logged_header=CONTENT_TYPE if only is None else RETRY_AFTER,
-        tags=[ttft if only is None else {"tag": FAULT_TAG, "literal": {"value": "1"}}],
-    )
+def _request_log(only: Tree | None, logged_header: str) -> Tree:
+    tags = [{"tag": TTFT_TAG, "value": TTFT_FORMAT}]
+    return _part("access_log", only=only, logged_header=logged_header, tags=tags)
+
+
+def _fault_log(only: str) -> Tree:
+    tags = [{"tag": FAULT_TAG, "literal": {"value": "1"}}]
+    return _part("access_log", only=_part(only), logged_header=RETRY_AFTER, tags=tags)
 
 
 def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:

@@ -33,10 +33,9 @@ NAMESPACE: Final = "envoy.lb"  # default metadata namespace of the key `SERVED`
 
 _log = logging.getLogger(__name__)
 
-_NOT_SET = accesslog_pb2.NotSet
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
-_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the project's Envoy logs only failed attempts
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the project's Envoy logs failed attempts, and answers
 FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
 # The tag with the time, in µs, from the first byte sent to the endpoint to the first byte of the answer's
@@ -76,7 +75,11 @@ WAITED_HEADER: Final = "x-picker-waited"
 TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
 TOKEN_MARK: Final = "="  # prefix of names and tokens, since a header value loses blanks at its ends
+# Envoy adds this header to an endpoint's answer, for the log of attempts: `ID =TOKEN`.
+PLACED_HEADER: Final = "x-picker-placed"
 _LONGEST_ID = 512
+# Envoy stops reading an answer of which about 1 MiB is unsent: its client does not read.
+_UNSENT_BYTES = 768 * 1024
 # Metadata keys of an Anthropic answer's prompt tokens, from the answer's usage or a stream's first event.
 PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
@@ -156,8 +159,8 @@ class Collector:
             if accounting_token.is_read(item.accounting_token):
                 account.metrics.access_log("ignored")
             elif isinstance(item, Completion):
-                account.gate.settle(item)
-                account.metrics.access_log("ended")
+                account.gate.settle(item) if item.is_read else account.gate.answered(item)
+                account.metrics.access_log("ended" if item.is_read else "answered")
             elif isinstance(item, Fault):
                 account.gate.fault(item)
                 account.metrics.access_log("failed")
@@ -188,11 +191,10 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     """
     common = entry.common_properties
     kind = common.access_log_type
-    intermediate = kind == _PERIODIC
-    if kind != _END and not intermediate and kind != _ATTEMPT_END:
-        if kind != _NOT_SET:
-            return None
-        intermediate = common.intermediate_log_entry
+    if kind not in (_END, _PERIODIC, _ATTEMPT_END):
+        return None
+    if kind == _ATTEMPT_END and PLACED_HEADER in entry.response.response_headers:
+        return _answered(entry)
     metadata = common.metadata.filter_metadata  # an attempt's entry has no metadata
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
@@ -211,7 +213,9 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     if kind == _ATTEMPT_END or FAULT_TAG in common.custom_tags:
         return _failed_attempt(entry, flags, status, request_id, token)
     served = _text(_fields(metadata, namespace), SERVED) or _address(common)
-    if intermediate:
+    if kind == _PERIODIC:
+        if entry.response.response_body_bytes - common.downstream_wire_bytes_sent > _UNSENT_BYTES:
+            return None  # the endpoint may have finished long ago, so let the lease end
         is_prefilled = (
             accounting_token.prefill_of(token)[0] != ""
             and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
@@ -247,6 +251,22 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
         _ttft_s(common.custom_tags.get(TTFT_TAG, "")), cached_tokens,
         entry.request.path, content_type, body_bytes,
+    )  # fmt: skip
+
+
+def _answered(entry: Any) -> Completion | None:
+    """The request whose whole answer the endpoint has sent; the client may not have read it. None if the
+    request was not placed, if the answer was cut off, or without a body: Envoy may then try another endpoint.
+    """
+    common, status = entry.common_properties, entry.response.response_code.value
+    request_id, _, token = entry.response.response_headers[PLACED_HEADER].partition(f" {TOKEN_MARK}")
+    has_body = _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
+    is_whole = _seconds(common.time_to_last_upstream_rx_byte) is not None
+    if not (token and has_body and is_whole) or len(request_id) > _LONGEST_ID:
+        return None
+    return Completion(
+        request_id, _outcome(None, status), status, _address(common), None, None, None, None,
+        accounting_token=token, is_read=False,
     )  # fmt: skip
 
 
