@@ -30,7 +30,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         fork.Process(target=_work, args=(session, files, there, [*workers, here])).start()
         there.close()
         workers.append(here)
-    _follow(session, workers, files)
+    try:
+        _follow(session, workers, files)
+    finally:
+        for worker in workers:
+            worker.close()  # after an interrupt; the worker ends its fixtures
     return True
 
 
@@ -80,16 +84,18 @@ def _work(
     capture.stop_global_capturing()  # the files of captured output are the starter's
     capture.start_global_capturing()
     item = None
-    starter.send(None)
-    for number in iter(starter.recv, None):
-        items = files[number]
-        for item, following in zip(items, [*items[1:], session], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if session.shouldfail:
-                break
+    try:
         starter.send(None)
-    if item is not None:  # end the fixtures of the session
+        for number in iter(starter.recv, None):
+            items = files[number]
+            for item, following in zip(items, [*items[1:], session], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.shouldfail:
+                    break
+            starter.send(None)
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        item = None  # nobody reads further reports
+    finally:
         call = pytest.CallInfo.from_call(lambda: session._setupstate.teardown_exact(None), "teardown")
-        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
-        if report.failed:
-            item.ihook.pytest_runtest_logreport(report=report)
+        if call.excinfo is not None and item is not None:  # a fixture of the session failed
+            item.ihook.pytest_runtest_logreport(report=pytest.TestReport.from_item_and_call(item, call))
