@@ -44,7 +44,6 @@ def _follow(session: pytest.Session, workers: list[Connection], files: list[list
     running: dict[Connection, int | None] = {}
     while workers:
         for worker in wait(workers):
-            assert isinstance(worker, Connection)
             try:
                 data = worker.recv()
             except EOFError:
