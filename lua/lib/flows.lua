@@ -1,7 +1,7 @@
 -- include: endpoints order throttle quotas
--- The queue consists of bands; each band has flow queues ordered by start tag; each flow queue has requests in the
--- order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow queues. Also chooses preemption
--- candidates, and applies new settings, which may change the order.
+-- The queue, which lib/dispatch.lua serves, consists of bands; each band has flow queues ordered by start tag; each
+-- flow queue has requests in the order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow
+-- queues. Also chooses preemption candidates, and applies new settings, which may change the order.
 -- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `endpoints`,
 -- `order`, `throttle`, `tenants` and `quotas`. Defines `preemption`, `queue` and `put_settings`.
 

@@ -24,7 +24,7 @@ _attempts: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_attempts
 
 
 async def _note_answer(answer: Any) -> None:
-    """Keep the answer to an attempt of the current task's call."""
+    """Note an HTTP answer that the SDK got for the current task's call."""
     headers = {name: value for name, value in answer.headers.items() if name.startswith(_KEPT)}
     body = (await answer.aread()).decode() if answer.status_code != 200 else ""
     _attempts.get().append(

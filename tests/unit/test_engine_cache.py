@@ -55,7 +55,7 @@ def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
         return
     assert expected.steps[-1].blocks == known
     for step in expected.steps:
-        # All blocks that were last used by one request have the rank of the last of these.
+        # Blocks that were last used by the same request have the rank of its last block.
         assert newest_first.index(prompt[step.blocks - 1]) < step.rank
 
 

@@ -1,4 +1,7 @@
-"""Fails over to local admission while Redis is unavailable, and back to Redis (G8; docs/redis.md)."""
+"""Fails over to local admission while Redis is unavailable, and back to Redis (G8; docs/redis.md).
+
+admission.py asks for each request whether Redis or this replica decides; the store reports Redis's events.
+"""
 
 import asyncio
 import enum

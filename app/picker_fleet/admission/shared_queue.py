@@ -1,12 +1,12 @@
 """Admission through Redis: all replicas share one queue and one stock.
 
-The method `admit` places or queues a request. A queued request waits for its grant, which arrives in the
-reply to any call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places
-the request, and the replica acknowledges the placement. If not, the replica asks for a placement after the
-grant, and the script may queue the request again. A replica that owns a stream renews its request's lease
-until the request ends. The field `attempt` numbers the streams of a request, so that a late call of a dead
-stream never affects the stream that took the request over. A stream with another flow, model or body digest
-(in `attempt`) may not take the request over.
+While Redis is in use, admission.py calls `admit`, which places or queues a request. A queued request waits
+for its grant, which arrives in the reply to any call, by a wake-up, or with a heartbeat. If any endpoint will
+do, the granting script also places the request, and the replica acknowledges the placement. If not, the
+replica asks for a placement after the grant, and the script may queue the request again. A replica that owns
+a stream renews its request's lease until the request ends. The field `attempt` numbers the streams of a
+request, so that a late call of a dead stream never affects the stream that took the request over. A stream
+with another flow, model or body digest (in `attempt`) may not take the request over.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The sections of the settings tree, with their defaults and the checks within one section.
 
-Setting names follow those in spec 003. `picker_fleet.domain.config` checks constraints between sections.
+config.py loads and checks them together; no code changes them later. Setting names follow those in spec 003.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Fetches the metrics pages of this replica's endpoints, each at its own interval (pacing.py).
 
-Probes detect servers that have stopped answering: a probe requests a path that costs the server little.
+scraping.py assigns the endpoints. Probes detect servers that have stopped answering: a probe requests a path
+that costs the server little. The scraper marks no endpoint; fleet/endpoint_health.py does.
 """
 
 import asyncio

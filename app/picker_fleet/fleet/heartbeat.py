@@ -1,7 +1,7 @@
 """A replica's membership in the fleet: heartbeats, publishing, sweeping, polling, renewal of leases.
 
-Other modules use the class `Membership`, which sends the heartbeats, renews leases, and runs a `Publisher`
-(publisher.py), a `Sweeper` and a `NotificationPoller`.
+pool.py runs the class `Membership`, which sends the heartbeats, renews leases, and runs a `Publisher`
+(publisher.py), a `Sweeper` and a `NotificationPoller`. It decides about no request.
 """
 
 import asyncio

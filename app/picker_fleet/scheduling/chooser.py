@@ -1,6 +1,7 @@
 """Chooses candidate endpoints for a request from the data of one replica.
 
-The script (`lua/place.lua`) makes the final choice among the candidates, by the live load.
+Admission calls it before each request is placed. The chooser reserves nothing: the script (`lua/place.lua`)
+makes the final choice among the candidates, by the live load.
 """
 
 import logging

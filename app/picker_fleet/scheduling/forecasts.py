@@ -157,7 +157,7 @@ class Forecasts:
                 self._routes.add(
                     ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), prefill_s, 0.0)
                 )
-            ttft_s = 0.0  # this time says nothing about the decode endpoint
+            ttft_s = 0.0  # do not record it for the decode endpoint
         self._routes.add(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
 
     def _forecast(self, model: str, state: EndpointState, own_tokens: float = 0.0) -> Forecast:

@@ -1,4 +1,8 @@
-"""Forwards a model server's response to the client in `standard` mode, and reads its token usage."""
+"""Forwards a model server's response to the client in `standard` mode, and reads its token usage.
+
+exchange.py makes a `Response` for each placed request and gives it Envoy's messages. Of the body only the
+model's name may change.
+"""
 
 import json
 import re
