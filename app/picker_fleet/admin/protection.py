@@ -355,8 +355,7 @@ class Access:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether the caller is a process on this machine, and neither a proxy nor a browser with a foreign web
-    page."""
+    """Whether the caller is a process on this machine, and no proxy and no browser with a foreign page."""
     if not is_loopback(address_of(request)) or any(name in request.headers for name in _PROXY_HEADERS):
         return False
     # A foreign web page can make a local browser send this call; Host or Origin then names that page.

@@ -22,8 +22,7 @@ _CHUNK = 512  # most renewals in flight at a time; the store sends 16 in a call
 
 def unseen_s(report_s: float) -> float:
     """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
-    of each running request every `report_s`. The replica that receives the next entry restores the
-    request."""
+    of each running request every `report_s`. The replica that gets the next entry restores it."""
     return report_s + _REPORT_SLACK_S
 
 

@@ -111,8 +111,7 @@ class BodyBuffer:
             raise self._too_large()
 
     def announce(self, length: bytes) -> None:
-        """Record the content-length header without checking it: an earlier filter may have changed the
-        body."""
+        """Record the content-length header unchecked: an earlier filter may have changed the body."""
         if length.isdigit():
             self.content_length = int(length[:20])
 

@@ -234,8 +234,7 @@ class Page:
         """Pass the page in decoded parts to the function `take`, until `take` returns False. There is no
         timeout: the caller sets the deadline.
 
-        One redirect is followed, only to another path of the same server; later reads begin with the new
-        path.
+        Follows one redirect, only to another path of the same server; later reads begin with that path.
 
         Raises:
             FetchError: as for `Connection.ask`; or the status is not 200, the encoding is unknown, or the

@@ -282,8 +282,7 @@ def _reason(fault: Exception) -> str:
 
 @contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path from which `text`, which contains a private key, can be read; in memory if the system allows
-    that."""
+    """A path from which `text`, which contains a private key, can be read; in memory if possible."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")
         try:

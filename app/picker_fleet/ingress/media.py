@@ -68,8 +68,7 @@ def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, int]:
-    """The bytes of a form's `files` (start, end), their cost in tokens, and 0 files for other endpoints to
-    encode."""
+    """The bytes of a form's `files` (start, end), their cost in tokens, and 0 media for others to encode."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start

@@ -269,8 +269,7 @@ class PrefixIndex:
         """At most `most` endpoints: first the endpoints that have served the longest prefix of `hashes`, then
         some that have served less. Returns an empty list unless holders are kept.
 
-        Finding the longest prefix takes about log2(len(hashes)) lookups; finding shorter prefixes takes as
-        many.
+        Finding the longest prefix takes about log2(len(hashes)) lookups; shorter prefixes take as many.
         """
         known = self._holders
         if not known or not hashes or hashes[0] not in known:

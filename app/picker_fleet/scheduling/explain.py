@@ -128,8 +128,7 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
         final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
         rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))
-    # Keep the order of `best`, where ties are in random order; then append the endpoints outside `best` by
-    # score.
+    # Keep the order of `best`, where ties are in random order; then append all other endpoints by score.
     position = {candidate.address: at for at, candidate in enumerate(ranking.best)}
     rows.sort(key=lambda row: (position.get(row.address, len(position)), -(row.score or 0.0)))
     return Explanation(

@@ -483,8 +483,7 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTimes:
-    """`claim_ms`: how long replicas wait for the replica that reads; after that time another replica reads,
-    too.
+    """`claim_ms`: how long replicas wait for the replica that reads; then another replica reads, too.
 
     The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`,
     because few queues are quick to read."""

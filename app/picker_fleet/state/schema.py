@@ -34,11 +34,9 @@ class Refusal(enum.StrEnum):
     OVER_BURST = "over-burst"
 
 
-# The notifications that a replica gets about its own requests. `placed`: the request was granted and placed
-# at once.
+# The notifications that a replica gets about its own requests. `placed`: the request is granted and placed.
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
-# The states of a request in the pool, numbered from 1. `orphaned`: the request is queued, and its replica is
-# silent.
+# The states of a request in the pool, numbered from 1. `orphaned`: queued by a replica that is silent.
 STATES = ("queued", "orphaned", "granted", "placed")
 WAITING_STATES = 2  # the first two states: such a record has no endpoints, stock or tag
 

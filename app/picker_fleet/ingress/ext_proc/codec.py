@@ -300,8 +300,7 @@ def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
 
 
 def response_headers(added: Mapping[str, str], *, removed: Iterable[str] = (), sized: bool) -> bytes:
-    """Pass on a model server's response headers without `removed`, plus the headers in `added` that are not
-    empty.
+    """Pass on a model server's response headers without `removed`, plus the non-empty headers in `added`.
 
     Unless `sized`, the content-length is removed, since the body's length will change.
     """
