@@ -219,7 +219,8 @@ def test_a_refusal_of_a_request_is_explained_with_and_without_scorers() -> None:
 async def test_replicas_share_only_successful_completions_without_the_wait_in_the_queue() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
-    for other in ({}, {"outcome": Outcome.UPSTREAM_FAILED}, {"served": None}, {"status": 404}, {"status": 0}):
+    failed = ({"outcome": Outcome.UPSTREAM_FAILED}, {"status": 404}, {"status": 0})
+    for other in ({}, {"served": None}, *failed, {"fault": "error in 200"}):
         known.chooser.ended(good._replace(**other), "")
     assert [done.seconds for done in known.routes._completions] == [0.5]
 

@@ -14,6 +14,7 @@ from tables import cases
 from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
+from picker_fleet.scheduling.answer_comparison import AnswerComparison
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Verdict
 from picker_fleet.state.store import parse_notification, parse_verdict
@@ -239,7 +240,11 @@ async def test_a_request_is_settled_with_the_real_cost(
     assert bench.store.settled == [("r", actual, learned)]
 
 
-async def test_the_end_of_a_request_that_is_reported_twice_is_counted_once(bench: Bench) -> None:
+@pytest.mark.parametrize("odd", [0, 2])
+async def test_the_end_of_a_request_that_is_reported_twice_is_counted_once(
+    odd: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AnswerComparison, "add", lambda *_: odd)
     end = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1, accounting_token="t")
     bench.gate.settle(end)
     bench.gate.settle(end)

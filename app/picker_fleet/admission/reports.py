@@ -70,15 +70,15 @@ class Reports:
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
         """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
         the request was never placed."""
-        odd = self._answers.add(completion, token) if token else 0
+        odd = self._answers.add(completion, token) if token and completion.is_read else 0
         compared = completion._replace(fault=ODD) if odd else completion
-        self.note_end(compared if odd >= FAILING else completion, token)
-        completion = compared
+        self.note_end(compared, token, is_failing=not 0 < odd < FAILING)
         answered = partial(self._on_answered_end, completion, token, entry)
-        self._tell_end(completion, token).add_done_callback(answered)
+        self._tell_end(compared, token).add_done_callback(answered)
 
-    def note_end(self, completion: Completion, token: str) -> None:
-        """Record the latency and failures of endpoints from a request's end."""
+    def note_end(self, completion: Completion, token: str, *, is_failing: bool = True) -> None:
+        """Record the latency and failures of endpoints from a request's end; not `is_failing`: one odd answer
+        proves no failure."""
         if not completion.is_read:
             return
         if token:  # if 'left', the request was never placed
@@ -87,7 +87,7 @@ class Reports:
             self._note_failed(completion.failed)
         if not (completion.fault or completion.passed_over):
             return
-        if token and completion.fault:
+        if token and completion.fault and is_failing:
             endpoint = completion.served or accounting_token.endpoint_of(token)
             self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
         if token and completion.passed_over:

@@ -22,7 +22,6 @@ from picker_fleet.domain.request import (
     KEY_MARK,
     Completion,
     InferenceRequest,
-    Outcome,
     Placement,
 )
 from picker_fleet.domain.scheduling import SLO_HEADROOM
@@ -503,9 +502,7 @@ class EndpointChooser:
         """Learn the endpoint's latency from the end of a request; `token` is its accounting token."""
         self._forecasts.learn(completion, token)
         self._feedback.ended(completion)
-        if not self._shares_completions or completion.outcome is not Outcome.COMPLETED:
-            return
-        if not 200 <= completion.status < 300:
+        if not self._shares_completions or not completion.answered:
             return  # an error response is quick: its time would distort the endpoint's latency
         # The endpoint's own time without the request's wait in the queue, if that time is known.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
