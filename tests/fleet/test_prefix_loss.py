@@ -11,7 +11,7 @@ from fleet_load import at_rest, complete, decisions
 from picker_fleet.scheduling.route_stream import EvidenceRecord, unpack
 
 CONFIG = {"scheduling": {"scorers": {"prefix-affinity": 6}}}
-PROMPTS = 48
+PROMPTS = 80
 
 
 def prompt(number: int) -> str:
@@ -54,8 +54,7 @@ async def test_every_replica_forgets_the_prefixes_of_a_restarted_server(fleet: A
     address = here.state["endpoints"][0]["address"]
     served = [(await complete(here.url, prompt(number), 2)).endpoint for number in range(PROMPTS)]
     there = [number for number, endpoint in enumerate(served) if endpoint == address]
-    known = [await shares(here, number) for number in there[:6]]
-    assert all(found[address] > 0.7 for _, found in known)
+    assert min([(await shares(here, number))[1][address] for number in there[:6]]) > 0.7
 
     here.endpoint(0).kill()
 
@@ -65,15 +64,17 @@ async def test_every_replica_forgets_the_prefixes_of_a_restarted_server(fleet: A
     for replica in range(3):
         status = partial(here.endpoint_status, address, replica)
         await here.eventually(status, lambda found: found == "ready", within_s=60, what="its return")
-    numbers, forgot = iter(there[6:]), set[int]()
+    numbers, forgot = there[6:], set[int]()
 
     async def replicas_that_forgot() -> set[int]:
-        replica, found = await shares(here, next(numbers))
-        forgot.update({replica} if found.get(address) == 0.0 else ())
+        replica, found = await shares(here, numbers[-1])
+        if address in found:  # the endpoint may be marked down once more while its server starts
+            numbers.pop()
+            forgot.update({replica} if found[address] == 0.0 else ())
         return forgot
 
     await here.eventually(replicas_that_forgot, lambda found: len(found) == 3, what="news of the loss")
-    for number in numbers:  # the endpoint may be marked down once more while its server starts
+    for number in numbers:
         _, found = await here.eventually(
             partial(shares, here, number), lambda found: address in found[1], what="a choice with it"
         )
