@@ -172,6 +172,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED.TOTAL_CAPACITY)
   end
   r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY and r.prefill == ''
+  if settings.tenants then quotas.wait(r) end
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end

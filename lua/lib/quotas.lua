@@ -180,9 +180,9 @@ do -- a chunk may have 200 locals
   end
 
   -- A record keeps the request's charge, `charged_prompt` and `charged_answer` tokens. The limits that charge at
-  -- arrival have charged it; with `at_grant` 1 also the limits that charge at the start; with `demoted` 1 no node that
-  -- demotes. If `settings.tenancy` differs from the record's `tenancy`, the counts were reset since, and the charge is
-  -- void.
+  -- arrival have charged it, unless `at_grant` is 2 or 3, because no node of the request counted then; with `at_grant`
+  -- 1 or 3 also the limits that charge at the start; with `demoted` 1 no node that demotes. If `settings.tenancy`
+  -- differs from the record's `tenancy`, the counts were reset since, and the charge is void.
 
   -- Return the nodes that have charged request r, with balances read; nil if none has.
   local function charged_nodes(r)
@@ -282,6 +282,13 @@ do -- a chunk may have 200 locals
     if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
   end
 
+  -- Let limits that its tenants get while request r waits charge r, too.
+  function quotas.wait(r)
+    if r.tenancy > 0 then return end
+    r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 2, 0
+    r.tenancy = settings.tenancy or 1
+  end
+
   -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
   function quotas.reason(refusal)
     local reason, limit = string.match(refusal, '^refused (%S+) %d+\31(.*)$')
@@ -298,15 +305,19 @@ do -- a chunk may have 200 locals
 
   -- Change nodes by `change()`, then call `log_and_count()`. Charge a request of `waiting` again if other limits now
   -- charge it at its arrival. Return the requests for which these limits do not suffice; they are charged to no limit.
+  local UNCHARGED = {arrival = {}, arrival_fields = ''}
   function quotas.change_nodes(waiting, change, log_and_count)
     local former, moved, refused = {}, {}, {}
-    for _, r in ipairs(waiting) do former[r] = charged_nodes(r) end
+    for _, r in ipairs(waiting) do
+      local is_uncharged = r.tenancy == (settings.tenancy or 1) and r.at_grant == 2
+      former[r] = is_uncharged and UNCHARGED or charged_nodes(r)
+    end
     change()
     quotas.forget()
     for _, r in ipairs(waiting) do
       if former[r] and former[r].arrival_fields ~= tenants.counting[r.flow].arrival_fields then
         add(former[r].arrival, amounts_of(r), -1, r)
-        if settings.log_max > 0 then log_charge('refunded', r, 'arrival') end
+        if settings.log_max > 0 and r.at_grant == 0 then log_charge('refunded', r, 'arrival') end
         r.tenancy, moved[#moved + 1] = 0, r
       end
     end
@@ -317,7 +328,7 @@ do -- a chunk may have 200 locals
       prefetch(found)
       if suffice(found.arrival, r) then
         add(found.arrival, amounts_of(r), 1, r)
-        r.tenancy = settings.tenancy or 1
+        r.tenancy, r.at_grant = settings.tenancy or 1, 0
         if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
       else
         refused[#refused + 1] = r
@@ -343,9 +354,9 @@ do -- a chunk may have 200 locals
   -- the queue.
   function quotas.start(r, sign)
     local found = charged_nodes(r)
-    if not found then return end
+    if not found or sign < 0 and r.at_grant % 2 == 0 then return end
     add(found.start, amounts_of(r), sign, r)
-    r.at_grant, starting = sign > 0 and 1 or 0, nil
+    r.at_grant, starting = r.at_grant + sign, nil
     if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant') end
   end
 
@@ -359,7 +370,7 @@ do -- a chunk may have 200 locals
     excess.answer_tokens = answer - charged.answer_tokens
     if settings.tenants.prices then cost = cost_of(r, prompt, cached, answer) end
     excess.budget = cost - charged.budget
-    add(r.at_grant == 1 and found.limits.used or found.arrival.used, excess, 1, r)
+    add(found.charged[r.at_grant].used, excess, 1, r)
     r.charged_prompt, r.charged_answer, corrected, weighed = prompt, answer, r, nil
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer, cost))
@@ -370,10 +381,8 @@ do -- a chunk may have 200 locals
   function quotas.ended(r, unserved)
     local found = charged_nodes(r)
     if not found then return end
-    local is_refund = unserved and corrected ~= r
-    local limits = found.limits
-    if r.at_grant ~= 1 then -- nodes may have waited for the balance of this request
-      limits = found.arrival
+    local is_refund, limits = unserved and corrected ~= r and r.at_grant ~= 2, found.charged[r.at_grant]
+    if r.at_grant % 2 == 0 then -- nodes may have waited for the balance of this request
       for i = 1, pool.queued > 0 and #found.grant or 0 do ease(found.grant[i].node) end
     end
     add(is_refund and limits or limits.running, is_refund and amounts_of(r) or taken, -1, r)
@@ -490,7 +499,7 @@ do -- a chunk may have 200 locals
     quotas.restart()
     for _, r in ipairs(records) do
       local found = charged_nodes(r)
-      if found then add((r.at_grant == 1 and found.limits or found.arrival).running, taken, 1, r) end
+      if found then add(found.charged[r.at_grant].running, taken, 1, r) end
     end
   end
 

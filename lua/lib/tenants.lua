@@ -118,18 +118,21 @@ do -- a chunk may have 200 locals
 
   -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists, where
   -- `limits` has all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts,
-  -- `start` the limits of `grant` and `served` counts, `shown` a list of limits on requests and one on tokens. In
-  -- `limits` and `arrival`, `used` lists the limits that usage corrects, `running` those on requests in flight.
+  -- `start` the limits of `grant` and `served` counts, `shown` a list of limits on requests and one on tokens,
+  -- `charged` the limits that have charged a request, by its `at_grant`. In these, `used` lists the limits that usage
+  -- corrects, `running` those on requests in flight.
+  local function new_limits() return {used = {}, running = {}} end
   local function find_counting(flow)
     local of_requests, of_tokens = {}, {}
-    local found = {limits = {used = {}, running = {}}, arrival = {used = {}, running = {}}, arrival_fields = '',
-      grant = {}, start = {}, shown = {}}
+    local found = {limits = new_limits(), arrival = new_limits(), arrival_fields = '', grant = new_limits(), start = {},
+      shown = {}}
+    found.charged = {[0] = found.arrival, found.limits, new_limits(), found.grant}
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
       for _, limit in ipairs(node.limits) do
         add_limit(found.limits, limit)
         if node.over_limit == 'queue' then
-          add(found.grant, limit)
+          add_limit(found.grant, limit)
           add(found.start, limit)
         else
           add_limit(found.arrival, limit)

@@ -266,8 +266,8 @@ class QueueModel(PoolModel):
         # A waiting request is charged again if other limits charge at its arrival from now on.
         waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         waiting = sorted(waiting, key=lambda r: (r.arrived, r.id)) if self.has_tenants else []
-        charged = [r for r in waiting if r.id in self.quotas.charges and self.quotas.counts(r.flow)]
-        former, limits = self.moment.tree, [self.quotas.arrival_limits(r.flow) for r in charged]
+        former, quotas = self.moment.tree, self.quotas
+        limits = {r.id: quotas.arrival_limits(r.flow) for r in waiting if quotas.counts(r.id)}
         for path, text in nodes.items():
             if text:
                 self.tenants[kind][path] = text
@@ -275,12 +275,11 @@ class QueueModel(PoolModel):
                 self.tenants[kind].pop(path, None)
         self.tenants_version += 1
         self._put_tenants()
-        pairs = zip(charged, limits, strict=True)
-        moved = [r for r, its in pairs if its != self.quotas.arrival_limits(r.flow)]
-        self.quotas.tree, in_force = former, self.quotas.tree
+        moved = [r for r in waiting if r.id in limits and limits[r.id] != quotas.arrival_limits(r.flow)]
+        quotas.tree, in_force = former, quotas.tree
         for r in moved:
-            self.quotas.give_arrival_back(r.id)
-        self.quotas.tree = in_force
+            quotas.give_arrival_back(r.id)
+        quotas.tree = in_force
         for _ in nodes:
             self._log("tenant", "")
         if self.has_tenants and any(not text or "max_parallel" in text for text in nodes.values()):
@@ -428,6 +427,8 @@ class QueueModel(PoolModel):
 
     def _queue(self, r: Request, left_ms: int) -> str:
         self.requests[r.id] = r
+        if self.has_tenants:
+            self.quotas.wait(r)
         self.queue.insert(r)
         self._log("queued", r.id)
         return f"queued {left_ms}"

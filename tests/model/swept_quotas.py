@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from picker_fleet.admission.quotas import Quotas, _Settings, period_of
+from picker_fleet.admission.quotas import Arriving, Charge, Quotas, _Settings, period_of
 from picker_fleet.domain.tenants import Price, Tree
 
 
@@ -14,19 +14,25 @@ class SweptQuotas(Quotas):
         """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
         self.tree, self._prices = tree, prices
 
-    def counts(self, flow: str) -> bool:
-        return bool(self._nodes(flow))
+    def counts(self, request_id: str) -> bool:
+        charge = self.charges.get(request_id)
+        return charge is not None and (not charge.arrival or bool(self._nodes(charge.flow)))
 
     def arrival_limits(self, flow: str) -> list[str]:
         nodes = (node for node in self._nodes(flow) if node.over_limit != "queue")
         return [limit.key for node in nodes for limit in node.limits]
 
+    def wait(self, r: Arriving) -> None:
+        """Let limits that its tenants get while request r waits charge r, too."""
+        self.charges.setdefault(r.id, Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens))
+
     def give_arrival_back(self, request_id: str) -> None:
         """Refund what a waiting request was charged at its arrival."""
         charge = self.charges[request_id]
-        self._take_all(charge, "arrival", -1)
-        charge.arrival = False
-        self._log("refunded", request_id)
+        if charge.arrival:
+            self._take_all(charge, "arrival", -1)
+            charge.arrival = False
+            self._log("refunded", request_id)
 
     def arrive_again(self, request_id: str) -> bool:
         """Charge a waiting request's arrival, or forget its charge if a limit does not suffice."""

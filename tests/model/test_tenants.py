@@ -7,6 +7,8 @@ import pytest
 from by_hand import Pool, many
 from script_side import ScriptSide
 
+from picker_tools.audit.auditor import audit
+
 ROOMY: dict[str, Any] = {"upper_per": 100, "lower_per": 100}
 
 
@@ -126,9 +128,8 @@ def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(s
     pool = pool_of(side, {"a/*": {"limits": [limit("requests", 60, 60_000, burst=1)]}}, **ROOMY)
     pool.admit("one flow=a/x, two flow=a/x, three flow=a/y")
     assert pool.model.queue.bands[0].inner["a"].throttled.keys() == {"a/x"}
-    pool.call(
-        "set_tenants", "tenant_changes", {"a/x": json.dumps({"limits": [limit("requests", 60, 60_000, 2)]})}
-    )
+    node = json.dumps({"limits": [limit("requests", 60, 60_000, 2)]})
+    pool.call("set_tenants", "tenant_changes", {"a/x": node})
     assert pool.granted == ["three", "two"]
     pool.admit("four flow=a/x")
     pool.call("set_tenants", "tenant_changes", {"a/x": ""})
@@ -196,3 +197,15 @@ def test_a_request_that_returns_to_the_queue_lets_its_tenants_next_request_start
     assert pool.granted == ["one"]
     assert pool.place("one", "e1").startswith("queued")
     assert pool.granted == ["one", "two"]
+
+
+@pytest.mark.parametrize("over_limit", ["queue", "reject", "demote"])
+def test_a_new_limit_charges_requests_that_wait(side: ScriptSide, over_limit: str) -> None:
+    pool = pool_of(side, {}, upper_per=1)
+    pool.admit("runs flow=b, " + many("a{n} flow=a prompt_tokens=10", 3))
+    node = json.dumps({"limits": [limit("tokens", 20, 60_000)], "over_limit": over_limit})
+    pool.call("set_tenants", "tenants", {"a": node})
+    pool.serve()
+    assert pool.granted == ["a0", "a1"]
+    assert pool.those("evicted") == ([] if over_limit == "queue" else ["a2"])
+    assert audit(side.log()).violations == 0

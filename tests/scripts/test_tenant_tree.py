@@ -48,17 +48,15 @@ class TenantPool(ClockedPool):
         lines = [bytes(line).decode() for line in reply[1]]
         return [line.rpartition(" ")[2] for line in lines if line.startswith("placed")]
 
-    def flow_of(self, request_id: str) -> str:
-        record = bytes(self.client.hget(f"{self.prefix}requests", request_id) or b"")
-        return record[1:].split(b"\0")[2].decode()
-
     def serve(self, count: int) -> list[str]:
         """End one running request after another; return the flows that are placed, in order."""
         served = []
         for _ in range(count):
             running = self.client.zrange(f"{self.prefix}inflight", 0, 0)[0].decode()
             self.passes(1)
-            served += map(self.flow_of, self.end(running))
+            for each in self.end(running):
+                record = bytes(self.client.hget(f"{self.prefix}requests", each) or b"")
+                served.append(record[1:].split(b"\0")[2].decode())
         return served
 
     def rebuild(self, **settings: Any) -> None:

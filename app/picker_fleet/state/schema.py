@@ -67,8 +67,8 @@ PREFILL = "prefill="
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither is
 # set, both are absent. While another endpoint computes the prompt of a placed request, its record ends in one
-# more text, the prefill endpoints, best first. If tenants have charged the request, all these parts are
-# present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
+# more text, the prefill endpoints, best first. If tenants charged the request, or it has waited, all parts
+# are present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
