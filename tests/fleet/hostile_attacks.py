@@ -219,6 +219,7 @@ def _asking() -> _Frames:
 
 
 _HELLO = PREFACE + frame(SETTINGS, 0, 0)
+_NO_WINDOW = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
 _RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a connection at 500 resets
 
 
@@ -259,9 +260,17 @@ async def _half_streams(target: Target, number: int) -> str:
         return await _until_ended(reader)
 
 
-async def _until_ended(reader: asyncio.StreamReader) -> str:
+async def _unread(target: Target, number: int) -> str:
+    """Ask for an answer, but allow none of its bytes; leave a little later."""
+    stream, head = _asking().begin()
+    async with _connected(target.envoy) as (reader, writer):
+        writer.write(_HELLO + _NO_WINDOW + head + frame(DATA, END_STREAM, stream, _ask()))
+        return await _until_ended(reader, within_s=3.0)
+
+
+async def _until_ended(reader: asyncio.StreamReader, within_s: float = _PATIENCE_S / 2) -> str:
     try:
-        async with asyncio.timeout(_PATIENCE_S / 2):
+        async with asyncio.timeout(within_s):
             while await reader.read(1 << 16):
                 pass
     except TimeoutError:
@@ -446,6 +455,7 @@ ATTACKS = (
     Attack("requests that are begun and reset", _reset, 0.0),
     Attack("clients that leave at once", _leave, 0.1, at_once=150),
     Attack("half-sent streams at Envoy", _half_streams, 2.0, at_once=22),
+    Attack("answers that nobody reads", _unread, 0.0, at_once=12),
     Attack("requests that Envoy cannot read", _unreadable, 0.1),
     Attack("silent streams at the gRPC ports", _silent_streams, 5.0),
     Attack("frames that carry nothing", _idle_frames, 0.5),
