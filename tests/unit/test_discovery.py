@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from tables import cases
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import Endpoint
+from picker_fleet.endpoints import discovery
 from picker_fleet.endpoints.discovery import (
     FileFault,
     Source,
@@ -215,6 +217,21 @@ async def test_a_startup_error_names_an_unusable_file(tmp_path: Path, file: str,
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
         await WatchedFile(tmp_path / file, listed, "endpoints").watch(Reports().put_nowait)
     assert content is not None or "cannot be read" in str(caught.value)
+
+
+async def test_parsing_a_file_may_take_longer_than_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_READ_S", 0.5)
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(entries("10.0.0.1:8000"))
+
+    def parsed(text: str) -> tuple[Endpoint, ...]:
+        time.sleep(0.6)
+        return listed(text)
+
+    async with reported(WatchedFile(path, parsed, "endpoints")) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
 
 
 def test_a_file_whose_read_hangs_is_named_and_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:

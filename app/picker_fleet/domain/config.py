@@ -24,6 +24,11 @@ from picker_fleet.domain.sections import Model, Objective, Section
 from picker_fleet.domain.tenants import Tenants
 from picker_fleet.domain.units import HostPort, Name, repeated, split_host_port, without_secrets
 
+try:
+    from yaml import CSafeLoader as SafeLoader
+except ImportError:  # PyYAML without libyaml takes five times as long
+    from yaml import SafeLoader  # type: ignore[assignment]
+
 ENV_PREFIX = "PICKER_"
 # Environment variables that Kubernetes sets in every pod if a Service is called `picker` or `picker-…`.
 _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -43,7 +48,8 @@ OF_PROCESS: Final = (
     "logging",
     "tracing",
 )
-_MAX_YAML_CHARS = 4 * 2**20  # parsing this many takes half a minute
+_MAX_YAML_CHARS = 4 * 2**20  # parsing this many takes several seconds
+_MAX_YAML_DEPTH = 100
 SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
@@ -509,7 +515,7 @@ class YamlFault(ValueError):
     """Unusable YAML; the message is one line, with the position of the fault."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(SafeLoader):
     """Rejects duplicate keys: SafeLoader would silently keep only the last of equal keys, and so drop perhaps
     half a file."""
 
@@ -534,6 +540,11 @@ def read_yaml(text: str) -> object:
     if len(text) > _MAX_YAML_CHARS:
         raise YamlFault(f"is longer than {_MAX_YAML_CHARS // 2**20} MiB")
     try:
+        depth = 0
+        for event in yaml.parse(text, Loader=SafeLoader):  # libyaml's loader would overflow the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_YAML_DEPTH:
+                raise RecursionError
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as fault:
         raise YamlFault(f"is not YAML: {_yaml_reason(fault)}") from fault

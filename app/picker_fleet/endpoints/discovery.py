@@ -11,6 +11,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -77,7 +78,7 @@ class WatchedFile(Generic[T]):
     def __init__(self, path: Path, parse: Callable[[str], T], what: str, *, recheck_s: float = 5.0) -> None:
         self._path, self._parse, self._what = path, parse, what
         self._recheck_ms = int(recheck_s * 1000)
-        self._reading: asyncio.Future[T] | None = None
+        self._reading: asyncio.Future[str] | None = None
         self._parsed: tuple[str, T] | None = None  # the last text, and its content
 
     async def watch(self, report: Callable[[T], object]) -> None:
@@ -109,19 +110,22 @@ class WatchedFile(Generic[T]):
                 report(known)
 
     async def _read(self) -> T:
-        # A read from a network file system can hang: keep waiting for it, and start no other thread.
+        # A read from a network file system can hang: then wait again for that read, without another thread.
         if self._reading is None or self._reading.done():
-            self._reading = _in_thread(self._content)
+            self._reading = _in_thread(self._text)
         try:
             async with asyncio.timeout(_READ_S):
-                return await asyncio.shield(self._reading)
+                text = await asyncio.shield(self._reading)
         except TimeoutError as fault:
             raise FileFault("cannot be read: no answer in time") from fault
+        if self._parsed is None or self._parsed[0] != text:
+            self._parsed = text, await _in_thread(partial(self._parse, text))
+        return self._parsed[1]
 
     def fault(self) -> str:
         """What is wrong with the file now; '' if nothing is."""
         try:
-            self._content()
+            self._parse(self._text())
         except FileFault as fault:
             return self._told(fault)
         return ""
@@ -129,16 +133,13 @@ class WatchedFile(Generic[T]):
     def _told(self, fault: FileFault) -> str:
         return f"{self._what} file {self._path}: {fault}"
 
-    def _content(self) -> T:
+    def _text(self) -> str:
         try:
-            text = self._path.read_text(encoding="utf-8")
+            return self._path.read_text(encoding="utf-8")
         except OSError as fault:
             raise FileFault(f"cannot be read: {fault.strerror}") from fault
         except UnicodeDecodeError as fault:
             raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
-        if self._parsed is None or self._parsed[0] != text:
-            self._parsed = text, self._parse(text)
-        return self._parsed[1]
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
