@@ -143,7 +143,7 @@ def _ms(headers: Mapping[str, bytes], name: str) -> float:
     if not text:
         return 0.0
     if not _MS.fullmatch(text) or not float(text):
-        raise BadRequest(f"header {name}: {text[:40]!r} is no number of milliseconds above zero")
+        raise BadRequest(f"header {name}: {text[:40]!r} is no number of milliseconds above 0: write 12.5")
     return float(text) / 1000
 
 
