@@ -507,7 +507,7 @@ class PoolModel:
             for child in eased:
                 self.queue.unthrottle(priority, child)
         waits, ranks = self.queue.waits, {priority: rank for rank, priority in enumerate(self.queue.bands)}
-        due = [wait for wait, at_ms in waits.items() if at_ms <= self.moment.now_ms]
+        due = [wait for wait, at_ms in waits.items() if at_ms <= self.moment.now_ms and wait[0] in ranks]
         for priority, child in sorted(due, key=lambda wait: (waits[wait], ranks[wait[0]], wait[1])):
             del waits[priority, child]
             self.queue.unthrottle(priority, child)
