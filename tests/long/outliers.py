@@ -121,7 +121,7 @@ async def _one(
 
 
 async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
-    """Let a server hang, except its health and metrics pages. Returns the seconds until it is ejected."""
+    """Let a server hang, except its health and metrics pages; return the seconds to its ejection."""
     hangs = servers.addresses[0]
 
     async def is_ejected() -> bool:

@@ -179,7 +179,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
         **seen(DUPLEX, "SKIP", None),
         "names of filters": USAGE_FILTERS,
         "filters.json_to_metadata.requestRules": None,
-        # The ends of an answer and of its request come in one stream, so in order.
+        # Entries about an answer and about the end of its request share a stream, so they stay in order.
         f"{ATTEMPTS}.1.typedConfig.commonConfig": at(
             parts(built("lean")), "manager.accessLog.0.typedConfig.commonConfig"
         ),

@@ -103,7 +103,7 @@ def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> N
     assert all(source.ttl_s <= settings.fair_request_queue.queue_ttl for source in scenario.sources)
 
 
-def test_a_sample_of_the_fleet_is_read_from_the_state_page_or_is_none() -> None:
+def test_a_state_page_becomes_a_sample_of_the_fleet_unless_it_is_malformed() -> None:
     state = {
         "stock": 3, "bounds": {"lower": 7.2, "upper": 8.8}, "in_flight": {"a": 3}, "leases": 3,
         "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0}, "replicas": ["x", "y"],

@@ -32,7 +32,7 @@ def wav(seconds: int) -> bytes:
 
 
 MP3 = b"\xff\xfb\x90\x00" + bytes(160_000 - 4)  # 128 kbit/s
-# For each case: the file, its tokens. Images: 10 times 20 squares.
+# For each case: the file, its tokens. Images have 10 times 20 squares of 28 pixels.
 FILES: dict[str, tuple[bytes, float]] = {
     "PNG": (png(280, 560), 200),
     "a small PNG": (png(10, 10), 4),

@@ -186,7 +186,7 @@ class Quotas:
         return None
 
     def start(self, request_id: str) -> None:
-        """Charge a request that starts to the nodes that queue. A retry is charged once."""
+        """Charge a request that starts to the nodes that queue, unless they have charged it."""
         charge = self.charges.get(request_id)
         if charge is not None and not charge.grant and self._nodes(charge.flow):
             self._take_all(charge, "grant", 1)
@@ -214,7 +214,7 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.grant:  # its nodes may have waited for this request
+        if not charge.grant:  # the request's nodes may have waited for it
             self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)

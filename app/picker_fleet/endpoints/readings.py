@@ -50,12 +50,12 @@ class EndpointMetrics(
     the last scrape failed, `failures` the number of failed scrapes in a row; after a successful scrape,
     `fault` is None and `failures` 0. `remark` names the unreadable parts of the page. `unready` is the reason
     why the endpoint takes no requests although it answers. `kv_utilisation` is between 0 and 1. `preemptions`
-    counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart; so
-    `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` the tokens
-    found. The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by the
-    engine's clock. Adapters are names of LoRA adapters; `active` ones have running requests, `waiting` ones
-    only waiting requests, `idle` ones are loaded but have no requests; at most `max_adapters` adapters are
-    active at once.
+    counts the requests that the engine has interrupted for want of KV cache, from 0 again after a restart;
+    likewise `prefix_queries` counts the prompts' tokens looked up in the prefix cache, and `prefix_hits` the
+    tokens found. The KV cache has `kv_tokens` tokens. `started_s` is when the engine's process started, by
+    the engine's clock. Adapters are names of LoRA adapters; `active` ones have running requests, `waiting`
+    ones only waiting requests, `idle` ones are loaded but have no requests; at most `max_adapters` adapters
+    are active at once.
     `models` has the model names in the labels of the series, adapters excluded.
 
     `interval_ms` is the endpoint's current scrape interval, None if unknown. `before_ms` and `before_load`

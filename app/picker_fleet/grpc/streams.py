@@ -97,7 +97,7 @@ class GrpcStream:
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()  # the received beginning of a message
         self._wanted_bytes = 0  # length at which `_partial` is complete or contains its size field
-        self._reader: asyncio.Future[bytes | None] | None = None  # yields a message, or None: check again
+        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None: look again
         self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
         self._started = False  # whether the response's headers have been sent

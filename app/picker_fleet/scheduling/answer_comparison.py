@@ -20,12 +20,12 @@ _REFUSALS, _ANSWERED = 64, -16  # refusals that fail an endpoint; change of thei
 _FEW_REFUSALS = 4  # a score that clients' errors may cause at any endpoint
 _REFUSED_FLOWS = 4  # fewer flows may all be of one client; one alone counts if it has the pool alone (Lua)
 _ONE_IN = 16  # good answers, of which one is kept for comparison and stands for all
-_ALL_KEPT, _ALL_WATCHED = 1000, 64  # after a first answer of a path and model, and after odd ones, keep all
-_KEPT = 16  # answers of an endpoint, of each kind
+_ALL_KEPT, _ALL_WATCHED = 1000, 64  # answers all kept for a new path and model, and after an odd answer
+_KEPT = 16  # answers kept of each kind of an endpoint
 _FEWEST = 4  # an endpoint with fewer answers of every kind is not compared with
-_MOST_KINDS = 8  # of one endpoint's answers
-_MOST_ENDPOINTS = 4096  # counted for each path and model; about 5 KB each
-_SAMPLED = 16  # endpoints, at most, with which answers are compared
+_MOST_KINDS = 8  # kinds of answers kept of an endpoint
+_MOST_ENDPOINTS = 4096  # most endpoints kept, each for each path and model; about 5 KB each
+_SAMPLED = 16  # most endpoints with whose answers an answer is compared
 _FRESH = 16  # kept answers of each endpoint before the endpoints are compared again
 _INACTIVE = 32  # an endpoint without answers is forgotten after this many of each other endpoint
 _MARGIN = 2.0  # an answer is smaller or faster only if by this factor
@@ -167,7 +167,7 @@ class AnswerComparison:
         self._most_endpoints = most_endpoints
         self._compared: dict[tuple[str, str], _Comparison] = {}  # oldest first
         self._large_bytes = self._slow_s = 0.0  # the most of all comparisons
-        self._turn, self._watched = 0, 0  # answers still to keep, all of them
+        self._turn, self._watched = 0, 0  # while `_watched` is above 0, all answers are kept
 
     def add(self, end: Completion, token: str) -> int:
         """Compare the answer to a request with this accounting token. Returns the endpoint's score, at least

@@ -106,7 +106,7 @@ class Forecasts:
         whole_s = _ttft_s(self._forecast(whole, decoder, _own_tokens(request, decoder, matches)))
         wait_s = _ttft_s(self._forecast(whole, decoder))
         prefill_s = _ttft_s(self._forecast(split, prefiller, _own_tokens(request, prefiller, matches)))
-        # A fit that has seen little variation does not show a prompt's own time: take the longer one.
+        # A fit with little variation hides a prompt's own time: take the longer time of both fits.
         own_s = max(whole_s - wait_s, prefill_s - _ttft_s(self._forecast(split, prefiller)))
         delayed_split = 0.0 if prefiller_decodes is None else _delayed(prefiller_decodes)
         split_s = wait_s + prefill_s if prefill_s else None
