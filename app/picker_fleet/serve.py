@@ -52,7 +52,7 @@ class Bound:
 
 
 async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
-    """Run one replica until SIGTERM or SIGINT, then drain and return.
+    """Run one replica until SIGTERM, SIGINT or SIGHUP, then drain and return.
 
     `on_bound` is called once all listeners are bound. While Redis does not answer, the replica is not ready;
     it joins the fleet when Redis answers.
@@ -199,8 +199,9 @@ def _on_signal() -> asyncio.Event:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_report_fault)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, stopping.set)
     return stopping
 
 

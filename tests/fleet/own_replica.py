@@ -54,9 +54,9 @@ class Replica:
         """Open an ext_proc stream."""
         return exchange_on(self._channel)
 
-    async def stopped(self) -> int:
-        """Send SIGTERM to the replica; return the exit status."""
-        self.process.send_signal(signal.SIGTERM)
+    async def stopped(self, number: int = signal.SIGTERM) -> int:
+        """Send the signal `number` to the replica; return the exit status."""
+        self.process.send_signal(number)
         async with asyncio.timeout(PATIENT_S):
             return await self.process.wait()
 

@@ -1,6 +1,7 @@
 """Replicas that start while Redis is unavailable."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ async def test_a_replica_that_starts_without_redis_refuses_every_stream_until_re
         assert set_headers(mutation)["x-gateway-destination-endpoint"] == replica.endpoint
         state = (await replica.admin.get("/api/v1/state")).json()
         assert (state["degraded"], len(state["replicas"])) == (False, 1)
-        assert await replica.stopped() == 0
+        assert await replica.stopped(signal.SIGHUP) == 0
 
 
 async def test_no_request_fails_if_a_replica_restarts_while_redis_is_down(tmp_path: Path) -> None:
