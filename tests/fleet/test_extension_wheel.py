@@ -58,8 +58,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 def test_the_examples_own_test_passes_on_its_wheel(environment: Mapping[str, str], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "tests" / "test_by_price.py", tmp_path)
-    # Plugins would take most of the time.
-    alone = {**os.environ, **environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    alone = {**os.environ, **environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take long
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done

@@ -187,16 +187,13 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
         settings = client.connection_pool.connection_kwargs
     server = Server(settings["host"], settings["port"])
     server.set_clock(0.0)
-    transport, write = (
-        selector_events._SelectorSocketTransport,
-        selector_events._SelectorSocketTransport.write,
-    )
+    write = selector_events._SelectorSocketTransport.write
 
     def noted(connection: Any, data: bytes) -> None:
         server.is_busy = True
         write(connection, data)
 
-    monkeypatch.setattr(transport, "write", noted)
+    monkeypatch.setattr(selector_events._SelectorSocketTransport, "write", noted)
     loop = TimeLapseLoop(server)
     asyncio.set_event_loop(loop)
     try:
