@@ -178,7 +178,7 @@ def nothing(dice: random.Random) -> Seen:
 
 
 def bad_requests(dice: random.Random) -> Seen:
-    return Seen(400, JSON, 150, 0.003, None) if dice.random() < 0.8 else chat(dice)
+    return Seen(400, JSON, 150, 0.003, None) if dice.random() < 0.9 else chat(dice)
 
 
 GOOD: dict[str, tuple[Sequence[Server], bool]] = {

@@ -16,8 +16,8 @@ from picker_fleet.state import accounting_token
 ODD: Final = "unlike others"  # the reason of the fault
 FAILING: Final = 8  # the score from which an endpoint fails: four odd answers in a row
 _ODD, _GOOD = 2, -1  # added to the score by each answer, so that an endpoint fails if half of its answers do
-_REFUSALS, _ANSWERED = 64, -16  # refusals that fail an endpoint; change of their count by an answer
-_FEW_REFUSALS = 4  # a score that clients' errors may cause at any endpoint
+_REFUSALS = 64  # in a row from which an endpoint refuses all requests; and the span of the moving mean
+_FEW_REFUSALS = 2  # in a row, which clients' errors cause at any endpoint
 _REFUSED_FLOWS = 4  # fewer flows may all be of one client; one alone counts if it has the pool alone (Lua)
 _ONE_IN = 16  # good answers, of which one is kept for comparison and stands for all
 _ALL_KEPT, _ALL_WATCHED = 1000, 64  # answers all kept for a new path and model, and after an odd answer
@@ -46,14 +46,13 @@ def _kind(status: int, content_type: str) -> str:
 
 
 class _Answers:
-    """The last answers of one endpoint to requests of one path and model, by kind, and the endpoint's scores:
-    `odd` by odd answers, `refusals` by refusals (4xx) of requests of `flows`."""
-
-    __slots__ = ("by_kind", "flows", "odd", "refusals", "seen_at")
+    """The last answers of one endpoint to requests of one path and model, by kind; its score `odd`; its
+    `refusals` (4xx) in a row, to `flows`; and their share of its answers, a moving mean."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, deque[_Form]] = {}
         self.odd = self.refusals = self.seen_at = 0
+        self.refused_share = 0.0
         self.flows: set[str] = set()
 
     def keep(self, form: _Form) -> None:
@@ -65,16 +64,16 @@ class _Answers:
 
     def answered(self, weight: int) -> None:
         self.odd = max(self.odd + _GOOD * weight, 0)
-        self.refusals = max(self.refusals + _ANSWERED * weight, 0)
-        if self.flows and not self.refusals:
-            self.flows = set()
+        self.refusals, self.refused_share = 0, self.refused_share * (1 - 1 / _REFUSALS) ** weight
+        self.flows.clear()
 
     def refused(self, flow: str) -> bool:
-        """Whether, by its score, the endpoint refuses all requests."""
-        self.refusals = min(self.refusals + 1, _REFUSALS)
+        """Whether the endpoint refuses all requests."""
+        self.refusals += 1
+        self.refused_share += (1 - self.refused_share) / _REFUSALS
         if len(self.flows) < _REFUSED_FLOWS:
             self.flows.add(flow)
-        return self.refusals == _REFUSALS and len(self.flows) in (1, _REFUSED_FLOWS)
+        return self.refusals >= _REFUSALS and len(self.flows) in (1, _REFUSED_FLOWS)
 
 
 class _Comparison:
@@ -109,7 +108,7 @@ class _Comparison:
         return answers
 
     def do_most_answer(self) -> bool:
-        answering = sum(each.refusals < _FEW_REFUSALS for each in self.endpoints.values())
+        answering = sum(each.refused_share < 0.5 for each in self.endpoints.values())
         return 2 * answering >= len(self.endpoints)
 
     def compare(self) -> bool:
@@ -158,8 +157,8 @@ class AnswerComparison:
     of this kind (status and content type) without reporting tokens; (2) the answer has less than half the
     bytes, (3) took less than half the time, of the least of most endpoints' last answers of its kind, or of
     all kinds if most do not give its kind. A refusal (4xx) is
-    odd if the endpoint refuses the requests of several flows, and answers hardly any, and most endpoints
-    answer. If most endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an
+    odd if the endpoint gives nothing else, to several flows, while most endpoints answer half of their
+    requests. If most endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an
     endpoint fails if about half of its answers are odd.
     """
 
