@@ -80,7 +80,7 @@ def _work(
     plugins.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
     plugins.register(_Reports(session.config, starter))
     capture = plugins.getplugin("capturemanager")
-    capture.stop_global_capturing()  # the files of captured output are the starter's
+    capture.stop_global_capturing()  # the process that started the worker owns the files of captured output
     capture.start_global_capturing()
     item = None
     try:

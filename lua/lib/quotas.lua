@@ -282,7 +282,7 @@ do -- a chunk may have 200 locals
     if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
   end
 
-  -- Let limits that its tenants get while request r waits charge r, too.
+  -- If the tenants of waiting request r get limits meanwhile, let these charge r, too.
   function quotas.wait(r)
     if r.tenancy > 0 then return end
     r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 2, 0

@@ -123,4 +123,4 @@ def test_locust_runs_the_scenarios_of_picker_load(here: Any, tmp_path: Path) -> 
             said = process.communicate(timeout=END_S)[0]
         finally:
             process.kill()
-    assert (process.returncode, both_sent()) == (0, True), said  # 1 if a request has failed
+    assert (process.returncode, both_sent()) == (0, True), said  # Locust exits with 1 if a request has failed

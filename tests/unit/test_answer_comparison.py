@@ -48,7 +48,7 @@ class Pool:
         self.only: int | None = None  # the only server that takes requests
 
     def answer(self, count: int) -> Counter[int]:
-        """Let the servers answer `count` requests; returns how many answers made each server failing."""
+        """Let the servers answer `count` requests; returns how many answers showed each server as failing."""
         failing = Counter[int]()
         for _ in range(count):
             flow = self._dice.randrange(len(self._tokens))

@@ -110,7 +110,7 @@ class TenantTree:
         return await self._set(request, path, live or configured, tenants.nodes[0].shared())
 
     async def undo(self, request: Request, path: str) -> models.TenantChange:
-        """Undo the live change of the node at `path`. Raises Refused (404) if there is none, ConfigError if
+        """Undo the live change of the node at `path`. Raises Refused (404) without a change, ConfigError if
         the configured limits do not fit those of nodes above and below."""
         self.tree()
         configured, live = await self._store.tenant_settings(path)

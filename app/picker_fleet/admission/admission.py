@@ -227,8 +227,8 @@ class Admission:
             self.failover.tombstones.add(entry)
 
     def answered(self, completion: Completion) -> None:
-        """The endpoint has sent its whole answer. Envoy reports the request's end after the client has read
-        the answer; if that takes long, release what the request holds. Returns at once; idempotent."""
+        """The endpoint has sent its whole answer. Envoy reports the end after the client has read it; if the
+        client is slow, release what the request holds. Returns at once; idempotent."""
         asyncio.get_running_loop().call_later(_UNREAD_S, self._end_unread, completion)
 
     def _end_unread(self, completion: Completion) -> None:

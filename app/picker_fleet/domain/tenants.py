@@ -287,7 +287,7 @@ class Tree:
         return Tree(others if node is None else (*others, node), self.separator)
 
     def fault_by(self, node: Node) -> str:
-        """As `limit_fault`, for `node` and all nodes below that have it above them."""
+        """The `limit_fault` of `node`, else of a node below `node`; '' without a fault."""
         near = (each for each in self._nodes.values() if each.path.startswith(node.path.partition(_ANY)[0]))
         below = (
             each for each in near if any(self.node(above) is node for above in self.paths(each.path)[:-1])

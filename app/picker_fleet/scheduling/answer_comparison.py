@@ -21,8 +21,8 @@ _FEW_REFUSALS = 2  # in a row, which clients' errors cause at any endpoint
 _REFUSED_FLOWS = 4  # fewer flows may all be of one client; one alone counts if it has the pool alone (Lua)
 _ONE_IN = 16  # good answers, of which one is kept for comparison and stands for all
 _ALL_KEPT, _ALL_WATCHED = 1000, 64  # answers all kept for a new path and model, and after an odd answer
-_KEPT = 16  # answers kept of each kind of an endpoint
-_FEWEST = 4  # an endpoint with fewer answers of every kind is not compared with
+_KEPT = 16  # last answers kept of each kind, by endpoint
+_FEWEST = 4  # no answer is compared with an endpoint of fewer answers
 _MOST_KINDS = 8  # kinds of answers kept of an endpoint
 _MOST_ENDPOINTS = 4096  # most endpoints kept, each for each path and model; about 5 KB each
 _SAMPLED = 16  # most endpoints with whose answers an answer is compared
@@ -121,7 +121,7 @@ class _Comparison:
         able = [each for each in self.endpoints.values() if sum(map(len, each.by_kind.values())) >= _FEWEST]
         if len(able) < 2 or 2 * len(able) <= len(self.endpoints):
             self._due = self._count + _FRESH
-            return False  # what is known of others that get no requests now stays known
+            return False  # keep the figures of endpoints that get no requests now
         known = [
             [_least(forms) for forms in each.by_kind.values()]
             for each in random.sample(able, min(_SAMPLED, len(able)))
@@ -165,7 +165,7 @@ class AnswerComparison:
     def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:
         self._most_endpoints = most_endpoints
         self._compared: dict[tuple[str, str], _Comparison] = {}  # oldest first
-        self._large_bytes = self._slow_s = 0.0  # the most of all comparisons
+        self._large_bytes = self._slow_s = 0.0  # the highest of all comparisons
         self._turn, self._watched = 0, 0  # while `_watched` is above 0, all answers are kept
 
     def add(self, end: Completion, token: str) -> int:
