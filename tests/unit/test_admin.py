@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import orjson
 import pytest
@@ -177,3 +178,6 @@ async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -
         for far in ("to=0001-01-01T00:00:00Z", "from=0001-01-01T00:00:00%2B14:00"):
             assert note["note"] in (await client.get(f"/api/v1/usage?{far}")).text
         assert (await client.get("/api/v1/usage?from=noon")).json()["code"] == "bad_from"
+    nothing = Mock(hours=AsyncMock(return_value=[]))
+    async with asking(api(usage=nothing)) as client:
+        assert (await client.get("/api/v1/usage")).json()["code"] == "no_tenants"

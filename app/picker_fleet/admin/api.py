@@ -184,7 +184,7 @@ def _add_pool(
     changing = group("changes", faults(403, 503), "operator")
     _add_state(state, pool.view, deadlines)
     _add_lists(state, pool.lists, deadlines)
-    usage.add_routes(state, pool.usage, deadlines)
+    usage.add_routes(state, pool.usage, pool.tenants, deadlines)
     _add_list_of_pools(stream, pools)
     _add_events(stream, pool.events)
     changes.add_routes(config, changing, pool.controls, deadlines)

@@ -17,7 +17,8 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from picker_fleet.admin.fleet_state import PAUSE_S
-from picker_fleet.admin.protection import Deadlines, Responses, within
+from picker_fleet.admin.protection import Deadlines, Responses, faults, within
+from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.domain.sections import Leases
 from picker_fleet.fleet.usage import HOUR_MS
 from picker_fleet.state.reads import Usage, UsageMark
@@ -127,7 +128,7 @@ _TO = Query(alias="to", description="RFC 3339; up to this hour, exclusive", exam
 _FORMAT = Query(alias="format", description="left out: by the header Accept, else `jsonl`", examples=["csv"])
 
 
-def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> None:
+def add_routes(routes: APIRouter, export: UsageExport, tenants: TenantTree, deadlines: Deadlines) -> None:
     """Add the call that exports usage."""
     limit_s = deadlines.read_s
 
@@ -135,7 +136,7 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
         "/usage",
         summary="Usage by hour, tenant and model",
         response_class=StreamingResponse,
-        responses=_ANSWERS,
+        responses={**_ANSWERS, **faults(404)},
     )
     async def usage(
         request: Request,
@@ -144,7 +145,8 @@ def add_routes(routes: APIRouter, export: UsageExport, deadlines: Deadlines) -> 
         form: Annotated[Literal["jsonl", "csv"] | None, _FORMAT] = None,
     ) -> StreamingResponse:
         """Ended requests, their tokens and costs, as JSON lines or CSV; without times the last 24 hours."""
-        kept = await within(limit_s, export.hours())
+        if not (kept := await within(limit_s, export.hours())):
+            tenants.tree()  # raises no_tenants: there never will be usage
         end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
         first_hour = max(0, end_hour - _DEFAULT_HOURS if first is None else _hour_of(first))
         is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))
