@@ -222,13 +222,12 @@ def test_a_failure_that_is_already_known_is_not_compared() -> None:
     pool = Pool([chat] * 4)
     pool.answer(800)
     seen = completion("e0", BAD["an error as text"])
-    token = pool._tokens[0]
     for known in (
         seen._replace(fault="empty"),
         seen._replace(outcome=Outcome.CLIENT_GONE),
         seen._replace(service_s=None),
     ):
-        assert {pool.comparison.add(known, token) for _ in range(20)} == {0}
+        assert {pool.comparison.add(known, pool._tokens[0]) for _ in range(20)} == {0}
 
 
 def test_memory_is_bounded_whatever_paths_clients_send() -> None:
