@@ -40,15 +40,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def _follow(session: pytest.Session, workers: list[Connection], files: list[list[pytest.Item]]) -> None:
     """Give each idle worker the number of the next file, and report the tests' results, until all end."""
-    hook, numbers = session.config.hook, iter(range(len(files)))
-    running: dict[Connection, int | None] = {}
+    hook, numbers, running = session.config.hook, iter(range(len(files))), dict[Connection, int | None]()
     while workers:
         for worker in wait(workers):
             try:
                 data = worker.recv()
             except EOFError:
                 workers.remove(worker)
-                if (number := running[worker]) is not None:
+                if (number := running.get(worker, 0)) is not None:
                     session.shouldfail = f"a worker ended in {files[number][0].location[0]}"
                 continue
             if data is None:
@@ -98,3 +97,4 @@ def _work(
         call = pytest.CallInfo.from_call(lambda: session._setupstate.teardown_exact(None), "teardown")
         if call.excinfo is not None and item is not None:  # a fixture of the session failed
             item.ihook.pytest_runtest_logreport(report=pytest.TestReport.from_item_and_call(item, call))
+        capture.stop_global_capturing()  # a traceback of this process is shown
