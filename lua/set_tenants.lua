@@ -8,7 +8,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] `tenants` (from the configuration) or `tenant_changes` (of operators)
--- then pairs: path, JSON (lib/tenants.lua); '' removes the node
+-- args[3] and further, in pairs: path, JSON (lib/tenants.lua); '' removes the node
 --
 -- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
 

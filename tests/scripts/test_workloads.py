@@ -91,7 +91,7 @@ async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_one
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
 
-async def test_the_means_of_answers_are_kept_for_max_workloads_flows_and_models(fleet: OpenFleet) -> None:
+async def test_mean_answer_lengths_are_kept_for_at_most_max_workloads_flows(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         for n in range(5):
             await a.admit(f"r{n}", flow=f"flow{n}")

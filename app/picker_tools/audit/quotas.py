@@ -97,7 +97,7 @@ class Quotas(Check):
     def check(self, step: Step) -> None:
         entry, rules = step.entry, self._replay.rules
         has_tenants = rules is not None and rules.tenants is not None
-        if has_tenants is not self._had_tenants:  # the scripts forget charges, too
+        if has_tenants is not self._had_tenants:  # the scripts forget all charges then, too
             self._had_tenants = has_tenants
             self._charges.clear()
             self._parallel.clear()

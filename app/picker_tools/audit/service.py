@@ -31,7 +31,7 @@ class Service:
     each flow: for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e)
     <= c (never far behind). These inequalities take a few operations per dispatch, whatever the number of
     flows. a and b only fall between the flow's own events, so the check runs just before and just after each
-    event. The field `served` is W since `since`.
+    event. The field `served` is the service W since `since`.
     """
 
     since: Entry
