@@ -424,6 +424,10 @@ do -- a chunk may have 200 locals
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
     if r.tenancy ~= (settings.tenancy or 1) then return '' end
+    if r.at_grant == 2 then
+      r.tenancy, seen = 0, nil -- no limit can charge a placed request: its record needs no estimate
+      return ''
+    end
     local found, text = charged_nodes(r), ''
     local shown = found and found.shown or {}
     for i = 1, #shown do

@@ -26,6 +26,12 @@ class SweptQuotas(Quotas):
         """Let limits that its tenants get while request r waits charge r, too."""
         self.charges.setdefault(r.id, Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens))
 
+    def quota(self, request_id: str) -> str:
+        charge = self.charges.get(request_id)
+        if charge is not None and not (charge.arrival or charge.grant):
+            del self.charges[request_id]  # no limit can charge a placed request
+        return super().quota(request_id)
+
     def give_arrival_back(self, request_id: str) -> None:
         """Refund what a waiting request was charged at its arrival."""
         charge = self.charges[request_id]
