@@ -44,7 +44,7 @@ class ObservedConnection:
         return Health.HEALTHY, within_s
 
 
-def test_silence_means_unavailable_or_earlier_stuck_if_probes_are_answered() -> None:
+def test_a_silent_redis_is_unavailable_and_a_silent_connection_stuck_if_probes_are_answered() -> None:
     health, after_s = ObservedConnection().until_failure()
     assert health is Health.UNAVAILABLE
     assert FLOOR_S <= after_s <= FLOOR_S + 4 * TICK_S

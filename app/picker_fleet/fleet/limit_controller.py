@@ -146,7 +146,7 @@ class LimitController:
         self._misses: Misses = _misses_none
         self._trial: _Trial | None = None
         self._ended: tuple[float, int] | None = None  # time and count of completed requests at the last look
-        self._rate = 0.0  # ends a second for each request in flight
+        self._rate = 0.0  # requests that end a second, for each request in flight
         self._next_factor = 2.0  # factor of the next trial: doubling at first
         self._trial_pause_s = _FIRST_PAUSE_S
 

@@ -155,11 +155,11 @@ class AnswerComparison:
     A server that fails fast is always the emptiest, and would attract most requests. An answer that reports
     its tokens is never odd. Other answers are odd by two of three signs: (1) most endpoints give no answers
     of this kind (status and content type) without reporting tokens; (2) the answer has less than half the
-    bytes, (3) took less than half the time, of the least of most endpoints' last answers of its kind, or of
-    all kinds if most do not give its kind. A refusal (4xx) is
-    odd if the endpoint gives nothing else, to several flows, while most endpoints answer half of their
-    requests. If most endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an
-    endpoint fails if about half of its answers are odd.
+    bytes of most endpoints' smallest last answer; (3) it took less than half the time of their fastest. Only
+    answers of its kind count, or all if most endpoints give none of its kind. A refusal (4xx) is odd if the
+    endpoint gives nothing else, to several flows, while most endpoints answer half of their requests. If most
+    endpoints answer alike, no answer is odd. Good servers seldom give odd answers: an endpoint fails if about
+    half of its answers are odd.
     """
 
     def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:
