@@ -267,6 +267,7 @@ def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
 ATTEMPTS = {
     "a status": (503, "", "503", 0.0),
     "a full endpoint with retry-after": (429, "7", "full", 7.0),
+    "a full endpoint with an absurd retry-after": (429, "99999999", "full", 60.0),
     "no connection": (0, "upstream_connection_failure", "connect", 0.0),
     "a cut connection": (0, "upstream_connection_termination", "reset", 0.0),
 }

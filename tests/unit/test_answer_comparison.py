@@ -89,7 +89,6 @@ BAD: dict[str, Seen] = {
     "a stream of comments": Seen(200, STREAM, 50, 0.002, None),
     "an upgrade": Seen(101, "", 0, 0.002, None),
     "an unknown model": Seen(404, JSON, 90, 0.002, None),
-    "a wrong key": Seen(401, JSON, 30, 0.002, None),
 }
 
 
