@@ -89,6 +89,14 @@ async def test_a_replica_follows_and_shows_a_live_change_by_another_replica() ->
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
 
+async def test_a_live_change_that_makes_the_limits_static_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    store = ScriptedStore()
+    async with member(store, parse({})) as one:
+        await store.set_live_config({"adaptive": 0}, WIDER)
+        await one.follows(lambda: one.membership.live_config.version)
+    assert "a live change made the limits static, since it names watermark_per_backend" in caplog.text
+
+
 @pytest.mark.parametrize("epoch", ["0", "another life"])
 async def test_live_changes_and_a_pause_survive_the_loss_of_the_shared_state(epoch: str) -> None:
     store = ScriptedStore()

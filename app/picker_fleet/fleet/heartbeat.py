@@ -455,6 +455,9 @@ class Membership:
         except ConfigError as fault:
             _log.warning("live changes do not fit this replica's configuration: %s", fault)
             self._fleet.config = EffectiveConfig(self._settings, {})
+        why = self._fleet.config.settings.request_queue_controller.why_static
+        if why and self._settings.request_queue_controller.is_adaptive:
+            _log.warning("a live change made the limits %s", why)
         self._on_config(self._fleet.config)
 
     async def _follow_state(self) -> None:
