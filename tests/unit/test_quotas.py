@@ -94,7 +94,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
     for name in ("served", "failed"):
         assert quotas.lacking(name) is None
         quotas.start(name)
-        quotas.start(name)  # a retry is charged once
+        quotas.start(name)  # a retry is not charged again
     assert quotas.lacking("gone") == ("acme", float("inf"))  # two requests are in flight
     assert quotas.quota("served") == "tokens=100,20,48000"
     quotas.use("served", Usage(20, 10, 5))

@@ -385,7 +385,7 @@ class FailureDetector:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # awake seconds since the first probe, if any
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # time was up at the last `observe`; act at the next one, after the socket is read
+        self._due = False  # whether time was up at the last `observe`; the next `observe` acts
 
     @property
     def suspected(self) -> bool:

@@ -218,7 +218,7 @@ class Answer:
     """Encodes one answer. `created_s` is a Unix time.
 
     `cached_tokens` is the number of prompt tokens found in the prefix cache. If another server computed the
-    prompt, `prefill_cached_tokens` is its number, which the client gets, as from llm-d's sidecar.
+    prompt, `prefill_cached_tokens` is that server's number, which the client gets.
     """
 
     def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:

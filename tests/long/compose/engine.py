@@ -180,7 +180,7 @@ def _moment(text: str) -> float:
 def enter_namespace() -> None:
     """If the machine has a second cgroup hierarchy, re-execute this program in a mount namespace without it.
 
-    Podman's networks exist only in that namespace, so the whole program runs in it.
+    Podman's networks exist only in the new namespace, so the whole program runs there.
     """
     if _works("docker", "info") or os.environ.get(_INSIDE) or os.geteuid() or not _HYBRID.is_mount():
         return
