@@ -262,7 +262,7 @@ class FairQueue(Generic[R]):
                 yield from queue.requests
 
     def band(self, priority: int) -> BandQueue[R]:
-        """The band of that priority; the first call for a priority creates its band."""
+        """The band of `priority`; the first call for a priority creates its band."""
         if priority not in self.bands:
             self.bands[priority] = BandQueue()
             self.bands = dict(sorted(self.bands.items(), reverse=True))

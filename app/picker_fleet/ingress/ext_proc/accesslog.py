@@ -256,7 +256,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
 
 def _answered(entry: Any) -> Completion | None:
     """The request whose whole answer the endpoint has sent; the client may not have read it. None if the
-    request was not placed, if the answer was cut off, or without a body: Envoy may then try another endpoint.
+    request was not placed, or if Envoy may try another endpoint: the answer was cut off, or has no body.
     """
     common, status = entry.common_properties, entry.response.response_code.value
     request_id, _, token = entry.response.response_headers[PLACED_HEADER].partition(f" {TOKEN_MARK}")
