@@ -46,7 +46,8 @@ load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-nei
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
-	$(BIN)/pytest --workers 6 tests/model tests/faults tests/fleet tests/scripts tests/unit
+	$(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder \
+		tests/model tests/faults tests/fleet tests/scripts tests/unit
 else
 	$(BIN)/pytest $(ARGS)
 endif

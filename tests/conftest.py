@@ -8,8 +8,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis_servers import Server, redis_server
 
-from workers import pytest_addoption, pytest_runtestloop  # noqa: F401
-
 # Hypothesis's deadlines and its checks of speed would measure the machine, not the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")

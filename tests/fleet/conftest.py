@@ -14,16 +14,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dashboard_page import Dashboard, browser, opened
-from forked_up import share_fork_server
 from whole_fleet import Fleet, fleets, started, stop_all
 
 Starter = Callable[..., Fleet]
 Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if session.config.getoption("workers") > 1 and not session.config.option.collectonly:
-        share_fork_server()
 
 
 @pytest.fixture

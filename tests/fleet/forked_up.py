@@ -73,14 +73,6 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def share_fork_server() -> None:
-    """Start the fork server. Processes that are forked from this process use the same server."""
-    _fork_server()
-    running = forkserver._forkserver  # type: ignore[attr-defined]
-    # In a process that is not the server's parent, `ensure_running` would wait for a child and fail.
-    os.register_at_fork(after_in_child=lambda: setattr(running, "ensure_running", lambda: None))
-
-
 def _up(arguments: list[str], environment: dict[str, str], output: Connection) -> None:
     with output:
         _redirect(output.fileno())
