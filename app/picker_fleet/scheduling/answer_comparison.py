@@ -84,7 +84,7 @@ class _Comparison:
     def __init__(self) -> None:
         self.endpoints: dict[str, _Answers] = {}
         self.large_bytes = self.slow_s = 0.0
-        self._count = self._due = 0
+        self._count, self._due = 0, _FRESH
         self._usual: dict[str, _Form] = {}
         self._least: _Form | None = None
 
@@ -165,6 +165,7 @@ class AnswerComparison:
     def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:
         self._most_endpoints = most_endpoints
         self._compared: dict[tuple[str, str], _Comparison] = {}  # oldest first
+        self._endpoints = 0  # of all comparisons
         self._large_bytes = self._slow_s = 0.0  # the highest of all comparisons
         self._turn, self._watched = 0, 0  # while `_watched` is above 0, all answers are kept
 
@@ -196,6 +197,7 @@ class AnswerComparison:
         if compared.compare():
             self._large_bytes = max(each.large_bytes for each in self._compared.values())
             self._slow_s = max(each.slow_s for each in self._compared.values())
+            self._endpoints = sum(len(each.endpoints) for each in self._compared.values())
         weight = 1 if self._watched else _ONE_IN
         self._watched = max(self._watched - 1, 0)
         if is_refusal:
@@ -211,6 +213,6 @@ class AnswerComparison:
         return answers.odd
 
     def _make_room(self) -> None:
-        compared, most = self._compared, self._most_endpoints
-        while len(compared) > 1 and sum(len(each.endpoints) for each in compared.values()) >= most:
-            del compared[next(iter(compared))]
+        self._endpoints += 1
+        while self._endpoints > self._most_endpoints and len(self._compared) > 1:
+            self._endpoints -= len(self._compared.pop(next(iter(self._compared))).endpoints)
