@@ -322,6 +322,8 @@ class World:
             common.time_to_last_upstream_rx_byte.FromMilliseconds(1)
             self._report(entry, "UpstreamEnd")
             await asyncio.sleep(1.0)
+            common.duration.FromMilliseconds(1001)
+            entry.protocol_version = "HTTP2"
         node = self.any_node()
         self._report(entry, "DownstreamEnd", node)
         if "hostile" in self.schedule.kinds:

@@ -408,6 +408,18 @@ def test_an_answer_that_an_endpoint_has_sent_ends_its_request_before_the_client_
     assert 'epp_access_log_entries_total{kind="answered"} 1.0' in page
 
 
+@pytest.mark.parametrize(("protocol", "ended_ms"), [("HTTP2", 1200), ("HTTP2", 1001), ("HTTP11", 1200)])
+def test_the_end_of_a_request_says_whether_an_http2_client_read_the_answer_late(
+    protocol: str, ended_ms: int
+) -> None:
+    message = entry()
+    message.protocol_version = protocol
+    message.common_properties.time_to_last_upstream_rx_byte.FromMilliseconds(1000)
+    message.common_properties.duration.FromMilliseconds(ended_ms)
+    gate, _ = taken(message)
+    assert gate.settled[0].is_late is (protocol == "HTTP2" and ended_ms == 1200)
+
+
 ANSWERS_THAT_END_NOTHING: dict[str, tuple[Entry]] = {
     "Envoy may try another endpoint": (answered(503, ttft=""),),
     "the answer is cut off": (answered(ended_ms=0),),

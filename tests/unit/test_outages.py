@@ -596,6 +596,26 @@ async def test_an_answer_that_is_read_in_time_costs_no_call_of_its_own(
     assert [name for name, *_ in bench.store.settled] == ["read", "unread"]
 
 
+@pytest.mark.parametrize("answer", ["at another replica", "here before the outage", "here in the outage"])
+async def test_an_end_long_after_the_answer_releases_local_budget_only_if_the_answer_came_here(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(admission, "_UNREAD_S", 0.0)
+    bench = Bench(FULL)
+    token = accounting_token.write(ask("r"), E1)
+    end = Completion("r", Outcome.COMPLETED, 200, E1, *[None] * 4, accounting_token=token, is_late=True)
+    if answer == "here before the outage":
+        bench.gate.answered(end._replace(is_read=False))
+    bench.lose_redis()
+    free = bench.free
+    if answer == "here in the outage":
+        bench.gate.answered(end._replace(is_read=False))
+    await asyncio.sleep(0.01)
+    assert bench.free == free  # Redis still counts the request
+    bench.gate.settle(end)
+    assert bench.free - free == (answer != "at another replica")
+
+
 async def test_the_end_of_an_owned_stream_releases_the_cost_of_the_request() -> None:
     # The end of an owned stream (`standard`) has no accounting token.
     bench = Bench(FULL)

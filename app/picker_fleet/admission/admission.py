@@ -208,7 +208,8 @@ class Admission:
         # Use the token that came with the end, or else the token that the ledger keeps for an owned stream.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
-        ran, is_new, was_unread = bool(token), True, entry is not None and entry.unread
+        ran, is_new = bool(token), True
+        was_unread = entry is not None and entry.phase is Phase.ENDED and entry.unread
         if outage is None:
             self.failover.is_busy = True
         elif ran or (entry is not None and entry.running and entry.journaled):
@@ -229,11 +230,15 @@ class Admission:
     def answered(self, completion: Completion) -> None:
         """The endpoint has sent its whole answer. Envoy reports the end after the client has read it; if the
         client is slow, release what the request holds. Returns at once; idempotent."""
+        self.ledger.answer(completion)
         asyncio.get_running_loop().call_later(_UNREAD_S, self._end_unread, completion)
 
     def _end_unread(self, completion: Completion) -> None:
         entry = self.ledger.get(completion.id)
-        if entry is None or entry.phase is not Phase.ENDED:
+        if entry is None or entry.phase is Phase.ENDED:
+            return
+        # In an outage, the replica that gets the end releases a request that Redis has placed.
+        if self.failover.outage is None or entry.is_local:
             token = self._own_token(completion.accounting_token)  # the span belongs to the end that follows
             self.settle(completion._replace(accounting_token=token))
 

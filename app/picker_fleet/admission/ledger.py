@@ -58,7 +58,7 @@ class Entry(msgspec.Struct, eq=False):
     runs by an access log. local_cost: the budget of a request placed in the present outage. seen_s: time of
     the last sign of life or the placement. journaled: whether the request was placed, was seen or ended in
     the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
-    `confirmed`. unread: the request has ended, but its client may not have read the answer. published: the
+    `confirmed`. unread: the endpoint has sent its answer, but the client may not have read it. published: the
     epoch of the shared state that has the tombstone. restored: another replica restored the request after
     its end.
     """
@@ -98,17 +98,19 @@ class Entry(msgspec.Struct, eq=False):
         return self.local_cost if self.local_cost is not None else accounting_token.cost_of(self.token)
 
 
-def released_by_end(entry: Entry | None, token: str) -> float | None:
+def released_by_end(entry: Entry | None, token: str, *, is_late: bool = False) -> float | None:
     """The cost that a request's end releases in an outage; None if the end or this replica's withdrawal has
     already released the cost.
 
     `entry` is the request's entry before the end, None if unknown; `token` the accounting token, '' if
-    unknown.
+    unknown. `is_late`: the end before the client read the answer may have released the cost at another
+    replica, unless that end came here.
     """
     if entry is not None and entry.phase is Phase.ENDED and (entry.journaled or entry.unread):
         return None
     if entry is None or not (entry.withdrawn or entry.is_local):
-        return accounting_token.cost_of(token)
+        is_released = is_late and not (entry is not None and entry.unread)
+        return None if is_released else accounting_token.cost_of(token)
     return None if entry.withdrawn else entry.cost
 
 
@@ -179,6 +181,13 @@ class Ledger:
             entry.token, entry.served = alive.accounting_token, alive.served or ""
         self._entries.move_to_end(alive.id)
         self._forget(entry.seen_s)
+
+    def answer(self, completion: Completion) -> None:
+        """Record that the endpoint has sent its whole answer to a request that may still run here."""
+        self.see(Alive(completion.id, completion.served, completion.accounting_token))
+        entry = self._entries.get(completion.id)
+        if entry is not None and entry.running:
+            entry.unread = True
 
     def finish(self, completion: Completion, token: str, *, is_reported: bool = True) -> Entry:
         """Record a request's end; `token` is its accounting token, '' if unknown. `is_reported`: a report of

@@ -146,7 +146,7 @@ class Outage:
         )
         if completion.failed:
             self.picker.failed(completion.failed)
-        cost = released_by_end(entry, token)
+        cost = released_by_end(entry, token, is_late=completion.is_late)
         if cost is None:
             return False
         self.gate.end_charge(

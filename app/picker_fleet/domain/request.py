@@ -146,7 +146,8 @@ class Completion(NamedTuple):
     time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
     `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's, and
     `content_type` and `body_bytes` describe the answer's body. If not `is_read`, the endpoint has sent its
-    answer, and another end follows when the client has read it: only that end is counted.
+    answer, and another end follows when the client has read it: only that end is counted. `is_late`: the
+    client read so slowly that an end with `is_read` False came before, maybe to another replica.
     """
 
     id: str
@@ -171,6 +172,7 @@ class Completion(NamedTuple):
     content_type: str = ""
     body_bytes: int = 0
     is_read: bool = True
+    is_late: bool = False
 
     @property
     def answered(self) -> bool:

@@ -78,6 +78,8 @@ TOKEN_MARK: Final = "="  # prefix of names and tokens, since a header value lose
 # Envoy adds this header to an endpoint's answer, for the log of attempts: `ID =TOKEN`.
 PLACED_HEADER: Final = "x-picker-placed"
 _LONGEST_ID = 512
+_HTTP2 = accesslog_pb2.HTTPAccessLogEntry.HTTP2
+_LATE_S = 0.1  # after the answer: a shorter time than `Admission.answered` waits for the end
 # Envoy stops reading an answer of which about 1 MiB is unsent: its client does not read.
 _UNSENT_BYTES = 768 * 1024
 # Metadata keys of an Anthropic answer's prompt tokens, from the answer's usage or a stream's first event.
@@ -250,8 +252,16 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
         _ttft_s(common.custom_tags.get(TTFT_TAG, "")), cached_tokens,
-        entry.request.path, content_type, body_bytes,
+        entry.request.path, content_type, body_bytes, True, _is_late(entry),
     )  # fmt: skip
+
+
+def _is_late(entry: Any) -> bool:
+    """Whether a client of HTTP/2 or 3 took so long to read the answer that `_answered` came before."""
+    common = entry.common_properties
+    if entry.protocol_version < _HTTP2 or _seconds(common.time_to_last_upstream_rx_byte) is None:
+        return False
+    return (_between(common.time_to_last_upstream_rx_byte, common.duration) or 0.0) > _LATE_S
 
 
 def _answered(entry: Any) -> Completion | None:
