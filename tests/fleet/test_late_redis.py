@@ -15,11 +15,15 @@ from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_tools.load.generator import closed_loop
 
 
+def heed_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores the signal
+
+
 async def test_a_replica_that_starts_without_redis_refuses_every_stream_until_redis_answers(
     valkey: Server, tmp_path: Path
 ) -> None:
     valkey.kill()
-    async with served(valkey.url, tmp_path) as replica:
+    async with served(valkey.url, tmp_path, preexec_fn=heed_hangups) as replica:
         healthy = await replica.admin.get("/healthz")
         assert (healthy.status_code, healthy.json()["status"]) == (200, "degraded")
         unready = await replica.admin.get("/readyz")
