@@ -15,7 +15,7 @@ from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_tools.load.generator import closed_loop
 
 
-def heed_hangups() -> None:
+def restore_sighup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores the signal
 
 
@@ -23,7 +23,7 @@ async def test_a_replica_that_starts_without_redis_refuses_every_stream_until_re
     valkey: Server, tmp_path: Path
 ) -> None:
     valkey.kill()
-    async with served(valkey.url, tmp_path, preexec_fn=heed_hangups) as replica:
+    async with served(valkey.url, tmp_path, preexec_fn=restore_sighup) as replica:
         healthy = await replica.admin.get("/healthz")
         assert (healthy.status_code, healthy.json()["status"]) == (200, "degraded")
         unready = await replica.admin.get("/readyz")

@@ -13,9 +13,8 @@ import yaml
 from extproc_client import body, headers, parts, trailers
 from fleet_load import total
 from metrics_page import samples_of
-from model_servers import simulators, static
 from own_replica import PATIENT_S, Replica, served
-from redis_servers import LOOPBACK, Server
+from redis_servers import Server
 from script_fleet import until
 
 from picker_fleet.domain.config import parse
@@ -50,15 +49,12 @@ async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> Asy
     config = {
         "redis": {"url": redis_url, "silence": "5s"},
         "request_queue_controller": {"watermark_per_backend": requests_at_once},
-        # On a busy machine the test takes minutes, and the replica may miss scrapes of its endpoint.
+        # On a busy machine the test takes minutes. This process answers no scrape while it makes bodies.
         "fair_request_queue": {"queue_ttl": "5m", "queue_without_endpoints": True},
     }
-    # The model server has its own process: this process answers no scrape while it prepares bodies.
-    async with simulators([LOOPBACK]) as servers:
-        config["discovery"] = static([*servers])
-        async with served(redis_url, folder, config=config, preexec_fn=limit) as replica:
-            await replica.ready()
-            yield replica
+    async with served(redis_url, folder, config=config, preexec_fn=limit) as replica:
+        await replica.ready()
+        yield replica
 
 
 def mib(replica: Replica, what: str) -> int:
