@@ -347,7 +347,7 @@ class Failover:
             if entry is not None and entry.end is not None and not entry.confirmed:
                 gate.release(gate.charge(accounting_token.cost_of(entry.token)))
                 self.ledger.finish(entry.end, entry.token)
-        outage.initial_free = gate.free
+        outage.initial_free = gate.free + self.prepaid
         self.outage = outage
         self._go_local()
         return outage

@@ -67,7 +67,7 @@ class Outage:
         outage by the clock of the shared state. resync: the current attempt to resync; None while Redis is
         unavailable. before: id -> cost of the requests known to run when the outage began; `ended_before` has
         the ids of requests whose end this replica received before the outage. `initial_free` is the free
-        budget at the start of the outage.
+        budget at the start of the outage, with the budget that requests in the shared queue hold.
     """
 
     gate: LocalGate
