@@ -156,14 +156,16 @@ async def test_placements_since_the_last_heartbeat_reduce_a_replicas_share() -> 
 async def test_ends_of_requests_that_redis_has_not_seen_release_budget() -> None:
     bench = Bench(FULL)
     placement = await bench.place("r")
-    # The end of one request has not been sent to Redis; the end of another may have arrived there.
+    # Redis has not received the end of "r", nor both ends of "slow"; it may have received the end of "sent"
+    # and the first end of "late", from another replica.
     bench.store.answering = False
-    for name in ("r", "sent"):
-        bench.end(name, placement)
-    bench.store.unsent, bench.store.away = ["r"], True
-    await bench.place("alone")
-    assert bench.free == 0.0
-    assert bench.gate.failover.status().let_go == 1  # type: ignore[union-attr]
+    for name in ("r", "sent", "slow"):
+        bench.end(name, placement, is_read=name != "slow")
+    for name in ("slow", "late"):
+        bench.end(name, placement, is_late=True)
+    bench.store.unsent, bench.store.away = ["r", "slow", "slow", "late"], True
+    bench.lose_redis()
+    assert bench.free == 2.0
 
 
 class DirectPeers(NoPeers):

@@ -8,6 +8,7 @@ import enum
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -342,11 +343,13 @@ class Failover:
             ended_before=frozenset(entry.id for entry in self.tombstones.ends()),
             began_ms=self._store.now_ms(),
         )
-        for request_id in self._store.unsent_ends():
+        for request_id, reports in Counter(self._store.unsent_ends()).items():
             entry = self.ledger.get(request_id)
-            if entry is not None and entry.end is not None and not entry.confirmed:
+            if entry is None or entry.end is None or entry.confirmed:
+                continue
+            if not entry.end.is_late or reports > 1:  # else the first end may have released the cost
                 gate.release(gate.charge(accounting_token.cost_of(entry.token)))
-                self.ledger.finish(entry.end, entry.token)
+            self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free + self.prepaid
         self.outage = outage
         self._go_local()
