@@ -1,4 +1,4 @@
-"""The simulated model server as a process, over HTTP and with the official OpenAI client."""
+"""The simulated model server over HTTP and with the official OpenAI client, and as a process."""
 
 import argparse
 import asyncio
@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker_tools.simulator.command import add_arguments, run
-from picker_tools.simulator.server import MAX_BODY_BYTES
+from picker_tools.simulator.command import add_arguments, bind, profile_of, run
+from picker_tools.simulator.server import MAX_BODY_BYTES, ModelServer
 
 COMMAND = (
     "import argparse, sys; from picker_tools.simulator.command import add_arguments, run; "
@@ -39,12 +40,24 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             server.kill()
 
 
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
 @asynccontextmanager
 async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Start a simulated model server with `arguments`; yields an HTTP client of the server."""
-    with process(*arguments) as (_, url):
-        async with client_of(url) as client:
+    """Serve as `picker sim ARGUMENTS` does, in this event loop; yields an HTTP client of the server."""
+    app = ModelServer(profile_of(parsed("--port", "0", *arguments)))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, log_level="critical"))
+    server.force_exit = True
+    with bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(server._serve([listener]))
+        async with client_of(f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             yield client
+        server.should_exit = True
+        await serving
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -83,13 +96,6 @@ async def until_queue(client: httpx.AsyncClient, running: int, waiting: int) -> 
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def at_once() -> Iterator[str]:
-    """The URL of a simulated model server that answers at once, shared by the tests that count nothing."""
-    with process(*AT_ONCE) as (_, url):
-        yield url
-
-
 def ask(**keys: object) -> dict[str, object]:
     return {"model": "llama", "prompt": "tell me", **keys}
 
@@ -126,8 +132,8 @@ async def test_the_official_openai_client_gets_streams_of_one_event_per_token() 
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_token_usage_on_its_last_choice_by_default(at_once: str) -> None:
-    async with client_of(at_once) as client, official(client) as api:
+async def test_a_streamed_chat_has_token_usage_on_its_last_choice_by_default() -> None:
+    async with sim(*AT_ONCE) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
         assert events[0].choices[0].delta.role == "assistant"
@@ -171,8 +177,8 @@ async def test_a_change_of_a_running_server_holds_from_the_next_step() -> None:
         assert (await client.post("/sim", json={"max_num_seqs": 1})).status_code == 400
 
 
-async def test_answers_have_headers_with_the_servers_address_and_the_request_id(at_once: str) -> None:
-    async with client_of(at_once) as client:
+async def test_answers_have_headers_with_the_servers_address_and_the_request_id() -> None:
+    async with sim(*AT_ONCE) as client:
         answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
         health = await client.get("/health")
         assert (answer.json()["id"], health.status_code) == ("cmpl-r-1", 200)
@@ -239,8 +245,8 @@ async def test_bad_requests_get_errors_in_the_format_of_openai() -> None:
         assert (await client.post("/v1/completions", json=ask())).status_code == 200
 
 
-async def test_a_prompt_of_400_kb_is_answered_and_a_prompt_of_40_mb_refused(at_once: str) -> None:
-    async with client_of(at_once) as client:
+async def test_a_prompt_of_400_kb_is_answered_and_a_prompt_of_40_mb_refused() -> None:
+    async with sim(*AT_ONCE) as client:
         answer = await client.post("/v1/completions", json=ask(prompt="x" * 400_000))
         assert answer.json()["usage"]["prompt_tokens"] == 100_000
         async with asyncio.timeout(30):
@@ -268,12 +274,6 @@ async def test_a_signal_ends_the_process_with_exit_status_0_amid_requests(number
                 with pytest.raises(httpx.RemoteProtocolError):
                     assert [line async for line in lines]
                 assert (await responses).status_code == 503
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(arguments)
 
 
 def test_a_port_in_use_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

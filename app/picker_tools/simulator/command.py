@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT and return 0; return 1 with a reason on stderr if it cannot start."""
     try:
-        profile = _profile(args)
+        profile = profile_of(args)
         with bind(args.host, args.port) as listener:
             uvloop.run(serve(listener, profile))
     except PickerError as fault:
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(args: argparse.Namespace) -> Profile:
+def profile_of(args: argparse.Namespace) -> Profile:
     return Profile(
         model=args.model,
         loras=args.loras,
