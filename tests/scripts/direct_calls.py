@@ -50,9 +50,12 @@ class DirectPool:
 
     def __init__(self, client: redis.Redis, pool: str, library: Library | None = None) -> None:
         self.client, self.prefix = client, f"epp:{{{pool}}}:"
-        self.library = self.load(library or load_library())
+        self.library = library or load_library()
+        if not self.client.function_list(self.library.name):
+            self.load(self.library)
 
     def load(self, library: Library) -> Library:
+        """Load `library`, also if the server has it: then the library's cached state is dropped."""
         self.client.function_load(library.source, replace=True)
         return library
 

@@ -9,6 +9,7 @@ most 200 locals. The names of functions end in the library's hash, so replicas o
 other's code.
 """
 
+import functools
 import hashlib
 import itertools
 import re
@@ -63,6 +64,7 @@ class Library:
         return f"{name}_{self.version}"
 
 
+@functools.cache
 def load_library(clock: str | None = None) -> Library:
     """Assemble the library; `clock` replaces the clock in `lua/lib/pool.lua`, for tests that set the time."""
     pieces: list[str] = []
@@ -104,12 +106,6 @@ def _include(text: str, pieces: list[str], seen: set[str]) -> None:
         pieces.append(piece)
 
 
-def write_library(folder: Path) -> None:
-    """Write the assembled library into `folder`, so that luacheck can check it as one chunk."""
-    folder.mkdir(parents=True, exist_ok=True)
+if __name__ == "__main__":  # writes the library into a folder, so that luacheck checks it as one chunk
     body = load_library().source.split("\n", 1)[1]  # without the shebang line, which is not Lua
-    (folder / "library.lua").write_text(body, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_library(Path(sys.argv[1]))
+    (Path(sys.argv[1]) / "library.lua").write_text(body, encoding="utf-8")
