@@ -239,28 +239,21 @@ def test_settings_for_stages_reach_the_chooser() -> None:
     assert (own.prefill_weights, own.weights) == ({"random": 1}, {})
 
 
-SPLIT, WHOLE = {"threshold": 0}, {"threshold": 10**6}
-
-
+# In each case the best threshold keeps 90 % of the objectives at `rate` requests a second.
 @cases(
-    "prefill, decode, both, case, rate, fixed",
+    "prefill, decode, both, case, rate",
     {
-        "enough prefill endpoints": (4, 4, False, "long-strict", 4.7, SPLIT),
-        "all endpoints do both": (4, 4, True, "long-strict", 2.9, WHOLE),
-        "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0, WHOLE),
+        "enough prefill endpoints": (4, 4, False, "long-strict", 4.7),
+        "all endpoints do both": (4, 4, True, "long-strict", 2.9),
+        "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0),
     },
 )
 def test_auto_has_nearly_the_goodput_of_the_best_threshold(
-    prefill: int, decode: int, both: bool, case: str, rate: float, fixed: dict[str, int]
+    prefill: int, decode: int, both: bool, case: str, rate: float
 ) -> None:
     """Uses simulated engines whose steps take the times measured for vLLM with OPT-13B."""
-
-    def attained(rate: float, stages: dict[str, int]) -> float:
-        pool = partial(Pool, prefill, decode, stages, both=both)
-        return level(replace(CASES[case], requests=300), rate, pool, learns=not stages).attained
-
-    assert attained(rate, fixed) >= 0.9
-    assert attained(0.95 * rate, {}) >= 0.9
+    pool = partial(Pool, prefill, decode, {}, both=both)
+    assert level(replace(CASES[case], requests=300), 0.95 * rate, pool, learns=True).attained >= 0.9
 
 
 def test_media_are_encoded_by_several_endpoints_with_little_load() -> None:
