@@ -13,10 +13,8 @@ from picker_fleet.state.store import name_of
 
 
 async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
-    # The pool's stock is full. The queue has room for one request per flow, and for two requests in all.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
-        # The gate raises the documented error for each limit that is exceeded.
         with pytest.raises(InsufficientFlowCapacity):
             await asked(a, "x1", flow="x")
         await a.admit("y0", flow="y")
@@ -32,7 +30,6 @@ async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet)
 
 
 async def test_an_admission_before_the_first_publish_is_answered_unknown_pool(fleet: OpenFleet) -> None:
-    # Nothing is published yet: an admission is answered 'unknown-pool', so the replica must publish.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
         assert name_of(await a.admit("r")) == "unknown-pool"

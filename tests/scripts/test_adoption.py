@@ -11,7 +11,6 @@ from picker_fleet.state.store import name_of
 
 
 async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(fleet: OpenFleet) -> None:
-    # At a replica that falls silent 250 requests wait; ten requests of another replica are queued between.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
@@ -28,12 +27,10 @@ async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(f
 
 
 async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_requests(fleet: OpenFleet) -> None:
-    # A replica leaves with 120 waiting requests, and one sweep orphans only some of these requests.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # The replica's next heartbeat stops the orphaning, and the replica admits its waiting requests again.
         assert not (await a.beat()).was_known
         assert not await it.has("orphan_cursors")
         assert name_of(await a.admit("q0")) == "queued"
@@ -41,10 +38,8 @@ async def test_a_heartbeat_of_a_silent_replica_stops_the_orphaning_of_its_reques
 
 
 async def test_a_retry_on_a_new_stream_takes_over_the_queued_request(fleet: OpenFleet) -> None:
-    # A waiting request arrives again at the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
         first, second = await waiting(it, a, "q"), asked(a, "q")
-        # The first stream ends with ClientGone, and the second stream gets the grant.
         with pytest.raises(ClientGone):
             await first
         assert a.gate.queue.waiting == 1
@@ -55,7 +50,6 @@ async def test_a_retry_on_a_new_stream_takes_over_the_queued_request(fleet: Open
 
 
 async def test_the_expiry_timer_of_a_former_owner_does_not_end_an_adopted_request(fleet: OpenFleet) -> None:
-    # Another replica adopts a waiting request.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", "99.")
@@ -83,7 +77,6 @@ async def test_a_request_with_a_known_id_but_another_flow_model_or_body_is_refus
                 with pytest.raises(RequestIdTaken):
                     await asked(replica, "q", **(FIRST | stranger))
 
-        # While the request waits, both replicas refuse a different request with the same id.
         await is_refused_everywhere()
         assert not waiter.done()
         # A retry by Envoy still adopts the waiting request.

@@ -34,7 +34,6 @@ async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(a
 
 
 async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # The server closes the connection.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
@@ -47,7 +46,6 @@ async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url:
 
 
 async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
-    # A caller waits for a reply that never comes.
     slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
 
@@ -55,7 +53,6 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
             return bool((await redis.info("clients"))["blocked_clients"])
 
         await until(asked)
-    # After that caller is cancelled, the next caller gets its own reply.
     slow.cancel()
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
     with pytest.raises(asyncio.CancelledError):
@@ -63,7 +60,6 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
 
 
 async def test_a_connection_to_a_non_primary_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # The connection leads to a server that has become a replica.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.replicaof("127.0.0.1", "1")

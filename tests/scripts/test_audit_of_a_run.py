@@ -15,20 +15,17 @@ async def test_the_audit_of_a_trimmed_log_has_no_finding(fleet: OpenFleet, valke
             if number >= 10:
                 await a.settle(f"r{number - 10}")
         await it.redis.xtrim(it.keys.log, maxlen=60, approximate=False)
-        # The audit finds no violation in the rest of the log.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 0
 
 
 async def test_picker_audit_reports_a_violation_with_its_log_entry(
     fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The log says that a request ended twice.
     async with fleet("a", checked=False) as (it, a):
         await a.admit("r")
         await a.settle("r")
         *_, (_, last) = await it.redis.xrange(it.keys.log)
         await it.redis.xadd(it.keys.log, {**last, "seq": str(int(last["seq"]) + 1)})
-        # The audit's exit status and output report the violation.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 1
         shown = capsys.readouterr().out
         assert "G6: request r ends without having begun, or twice: completed" in shown

@@ -56,7 +56,6 @@ def fill(pool: DirectPool, **of_request: Any) -> None:
 
 
 def test_once_64_bands_exist_a_new_priority_waits_in_the_nearest_band(full: DirectPool) -> None:
-    # All band numbers are in use.
     priorities = range(1000, 1000 + 10 * OTHERS, 10)
     queue(full, priorities)
     assert set(priorities) < lengths_of(full).keys()
@@ -66,7 +65,6 @@ def test_once_64_bands_exist_a_new_priority_waits_in_the_nearest_band(full: Dire
     assert len(lengths) == OTHERS + 3
     assert {each: count for each, count in lengths.items() if count > 1} == {1600: 2, 1000: 2}
     assert (lengths[0], lengths[-10]) == (1, 1)
-    # All requests are served, and the band numbers are free again.
     assert full.settle("runs").startswith("settled")
     end_all(full)
     sweep(full)

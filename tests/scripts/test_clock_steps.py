@@ -21,7 +21,6 @@ def test_leases_and_ttls_end_on_time_although_redis_time_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
     server = TimedPool(client, f"steps-{next(EXAMPLES)}")
-    # One request runs and renews its lease, one request runs without renewals, one request waits.
     for name in ("alive", "silent"):
         assert server.admit(name)[0] == "placed"
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
@@ -41,7 +40,6 @@ def test_leases_and_ttls_end_on_time_although_redis_time_steps_by_an_hour(
         for name in ("silent", "waits"):
             if not server.knows(name):
                 ended_ms.setdefault(name, server.real_ms)
-    # The waiting request expires within a second of its TTL; the unrenewed request ends with its lease.
     assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
     assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
     assert server.settle("alive") == "settled m"
@@ -75,11 +73,9 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
     server.client.zadd(f"{server.prefix}inflight", {"runs": later_ms + LEASE_MS})
     server.client.hset(f"{server.prefix}pool", "swept_ms", later_ms)
     assert server.beat()[6] == 2  # live replicas
-    # The times of a lease and of the silence limit pass.
     for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
         server.passes(250)
         server.beat()
         server.sweep()
-    # The replica counts as silent, and the sweep has reclaimed the request.
     assert server.beat()[6] == 1
     assert server.stock() == 0

@@ -8,7 +8,6 @@ from script_fleet import OpenFleet, ask, config, ended, until
 
 
 async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet: OpenFleet) -> None:
-    # Four endpoints with a watermark of 2 requests.
     joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
     async with fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)
@@ -24,10 +23,8 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
                 await asyncio.sleep(0)
             (here if owned else there).gate.settle(ended(name))
 
-        # 300 requests arrive at once.
         await asyncio.gather(*map(one, range(300)))
         await until(it.at_rest)
-        # Each request starts and ends once, the stock reaches its bound, and every endpoint serves requests.
         ledger = await it.ledger()
         assert ledger.started == {f"r{number}": 1 for number in range(300)}
         assert ledger.ends == {"completed": 300}

@@ -13,7 +13,6 @@ E1, E2, E3, E4 = addresses(4)
 
 
 async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
-    # Of a hundred requests, one after another, each of four idle endpoints gets some.
     async with fleet("a", endpoints=4) as (_, a):
         seen = set()
         for i in range(100):
@@ -24,7 +23,6 @@ async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
 
 async def test_replicas_read_the_published_endpoints(fleet: OpenFleet) -> None:
     async with fleet("a") as (_, a):
-        # Replicas read the published endpoints with labels and draining state, ordered by address.
         endpoints = (Endpoint(E1, labels={"zone": "ü"}), Endpoint("[::1]:8000", draining=True))
         await a.publish(*reversed(endpoints))
         assert await a.store.endpoints() == endpoints
@@ -33,13 +31,10 @@ async def test_replicas_read_the_published_endpoints(fleet: OpenFleet) -> None:
 
 
 async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFleet) -> None:
-    # Four replicas give eight endpoints equal scores.
     async with fleet("a", "b", "c", "d", endpoints=8, upper_per=200, live_weight=0.3) as it:
         scored = ",".join(f"{address}=0.7" for address in addresses(8))
-        # A thousand requests arrive at once.
         picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
         assert {name_of(verdict) for verdict in await asyncio.gather(*picks)} == {"placed"}
-        # Every endpoint gets the same number of requests.
         assert set((await it.state()).in_flight.values()) == {125}
 
 

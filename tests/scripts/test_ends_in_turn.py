@@ -37,7 +37,6 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
 
 
 async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(fleet: OpenFleet) -> None:
-    # Two endpoints run one request each: the requests `other` and `last`.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)

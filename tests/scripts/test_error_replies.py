@@ -126,10 +126,8 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # The admission of the new request gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
-            # The new request waits in the shared queue behind the earlier request.
             await it.fleet.until_queued(2)
             assert it.gate.failover.state is FailoverState.SHARED
         await it.ends()
@@ -140,10 +138,8 @@ async def test_a_lasting_server_error_makes_the_replica_fail_over(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # Every call to Redis gets the error.
         between.refuse(f"{error} for good")
         async with arriving(it, "new"):
-            # The replica fails over to its local queue.
             await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
             assert it.errors(KINDS[error]) == 2
         between.refuse("", times=0)
@@ -175,18 +171,14 @@ async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
 @pytest.mark.parametrize("why", ["OOM", "MISCONF"])
 async def test_while_redis_refuses_writes_only_new_requests_fail(server: Server, pool: str, why: str) -> None:
     async with watched(server.url, pool) as it:
-        # Redis accepts no writes.
         async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, server.folder):
-            # Every new request is refused with a reason and a header Retry-After.
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
             assert it.gate.failover.state is FailoverState.SHARED
             assert it.errors("full") == 3
-            # The replica sends no cancel for a refused request.
             assert it.errors("full", "cancel") == 0
-        # The waiting request is still served.
         await it.ends()
 
 
@@ -198,18 +190,15 @@ async def test_a_script_error_fails_only_the_request_that_causes_it(
         # The key of a flow queue holds a string instead of a sorted set.
         name, flow = "ba\nd" + "x" * 300, "bad"
         await it.fleet.redis.set(it.fleet.keys.prefix + "queue:1:bad", "text")
-        # A request of this flow arrives twenty times.
         for _ in range(20):
             with pytest.raises(ScriptFailed) as refused:
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
-        # Only the request of this flow fails; other requests are queued.
         assert it.gate.failover.state is FailoverState.SHARED
         assert it.errors("item") == 20
         async with arriving(it, "other"):
             await until(lambda: it.replica.gate.queue.waiting == 2)
             assert it.gate.failover.state is FailoverState.SHARED
-        # The replica's log names the request, in few, short and complete lines.
         lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
         assert 1 <= len(lines) <= 20
         assert "'ba\\ndxxx" in lines[0]
@@ -249,7 +238,6 @@ async def test_a_lasting_error_of_a_real_server_makes_the_replica_fail_over(
         user = server.url.replace("//", "//picker:secret@")
         async with watched(server.url, pool, user, listening=False) as it:
             async with busy(redis) if why == "BUSY" else refusing(redis, why):
-                # After the error the replica decides locally about new and waiting requests.
                 async with arriving(it, "new"):
                     await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
                     assert it.errors(REFUSING[why][0]) >= 1

@@ -11,7 +11,6 @@ from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
-    # While the stock is full, 50 requests of one replica expire.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
@@ -21,20 +20,16 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
         assert await it.queued() == 18
         swept = await a.sweep()
         assert (swept.expired, swept.more) == (18, False)
-        # The owner's next heartbeat returns a notification of each expired request.
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert not await it.has("inbox:b")
 
 
 async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> None:
-    # The stock is full, and no replica sweeps.
     async with fleet("a", full=True) as (it, a):
-        # A request that waits past its TTL is answered and leaves the queue.
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # If the client set the deadline, the client's answer is 504.
         with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert raised.value.status == 504
@@ -47,7 +42,6 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
 async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_reply(
     fleet: OpenFleet, valkey_url: str
 ) -> None:
-    # A request waits at a replica that then gets no more replies from Redis.
     async with (
         proxy_to(valkey_url) as between,
         fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
@@ -70,6 +64,5 @@ async def test_the_expiry_timer_finds_a_grant_that_the_replica_has_missed(fleet:
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         # The grant comes before the TTL, but the replica does not learn of the grant.
         await b.settle("runs")
-        # The expiry timer of the waiting request finds the grant.
         assert (await waiter).endpoints == ("10.0.0.1:8000",)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

@@ -147,7 +147,6 @@ def prepare(library: FailingPool) -> None:
 def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repeated(
     client: redis.Redis, pool: str, name: str
 ) -> None:
-    # Record the state after a call without failures.
     library = FailingPool(client, pool)
     prepare(library)
     if name == "next sweep":
@@ -160,13 +159,11 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
     calls, due = library.calls_made(), library.everything()
     failures = 0
     for number in range(1, calls + 1):
-        # The n-th Redis call of the script fails.
         library.restore(saved)
         library.fail_at(number)
         try:
             library.call(script, *args)
         except redis.ResponseError:
-            # The failed call has changed nothing.
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
@@ -176,7 +173,6 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
 
 
 def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: DirectPool) -> None:
-    # Two requests are in flight.
     direct.publish("e", upper_per=2)
     assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]
     registered = direct.client.hget(f"{direct.prefix}workloads", "w")

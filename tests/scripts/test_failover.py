@@ -75,7 +75,6 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_other_rep
             for name in (alone, gone):
                 other.end(name, placements[name])
             await until(lambda those={kept}: _in_flight(it, those))
-            # The returning replica restores neither of the ended requests.
             await away.shared()
             assert await _in_flight(it, {kept})
             here.end(kept, placements[kept])
@@ -133,7 +132,6 @@ def _resyncs_for(replica: FailoverReplica, seconds: float) -> bool:
 
 async def test_a_running_request_is_restored_even_if_its_id_was_used_before(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as it, failover_replicas(it) as (away, here):
-        # After a request has ended, a replica that has lost Redis places another with the same id.
         here.end("x", await here.start_locally("x"))
         await until(it.at_rest)
         await it.after(2_100)

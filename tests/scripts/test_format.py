@@ -216,12 +216,9 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     client: redis.Redis, pool: str, steps: list[tuple[str, int]]
 ) -> None:
     beside = Beside(client, f"{pool}-{next(EXAMPLES)}")
-    # The two replicas make random calls in random order.
     for step, *args in steps:
         getattr(beside, step)(*args)
-        # After each call the endpoints' loads equal the numbers of requests placed there.
         beside.audit()
-    # When all requests have ended, every count of requests is 0.
     for _, name, version in itertools.product(range(2), REQUESTS, (0, 1)):
         beside.place(version, name)
         beside.end(version, name)
@@ -242,5 +239,4 @@ def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: re
     assert client.hget(f"{beside.prefix}pool", "added_field") == b"4"
     counters = client.hget(f"{beside.prefix}pool", "counters")
     assert len(counters) == 8 * (len(schema.COUNTERS) + 1)
-    # The functions of each library know both replicas.
     assert [beside.beat(version)[6] for version in (0, 1)] == [2, 2]

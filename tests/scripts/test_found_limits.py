@@ -55,7 +55,6 @@ async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allo
             await until_is(it.counts, (8, 92, [5, 3]))
             await until(lambda: running == {A: 5, B: 3})
             release.set()
-        # All are served, and neither endpoint ever has more.
         assert most == {A: 5, B: 3}
         await until(it.at_rest)
         assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
@@ -132,14 +131,11 @@ async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change
 
 
 async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
-    # Two replicas have joined a pool whose endpoint has no limit.
     async with fleet("a", "b", joined=config(ROOM, "100ms"), listening=True) as it:
-        # Discovery reports a limit of 2 requests to both replicas.
         for replica in it.replicas:
             replica.membership.discovered([Endpoint(A, max_inflight=2)])
         for replica in it.replicas:
             await until(lambda now=replica.cell: [each.max_inflight for each in now.current.endpoints] == [2])
-        # Two requests are placed, through either replica, and a third request waits until one of these ends.
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
         third = asked(it.replicas[0], "third")

@@ -30,7 +30,6 @@ async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: Open
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
-        # The heartbeat of `b` delivers the grant: the request is placed, and `b`'s inbox is empty.
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert not await it.has("inbox:b")
@@ -63,11 +62,9 @@ async def test_a_request_whose_client_is_reported_gone_becomes_a_suspect_once_pl
 
 
 async def test_a_request_whose_client_disconnects_leaves_the_queue_at_once(fleet: OpenFleet) -> None:
-    # Two requests wait, the second request behind the first.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
         behind = await waiting(it, a, "behind")
-        # The client of the first request disconnects, and the second request is served.
         await cancel(task)
         await a.beat()
         await b.settle("runs")
@@ -97,7 +94,6 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
         task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would also place q
         await a.settle("runs")
         await placing.wait()
-        # The client disconnects, and the stock and the endpoint of the request are released.
         await cancel(task)
         await a.beat()
         assert await it.at_rest()
@@ -107,7 +103,6 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
 
 
 async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
-    # A placement that never reaches Envoy is withdrawn, and its stock is released only once.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
@@ -118,22 +113,18 @@ async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
 
 
 async def test_a_waiting_request_whose_granted_record_is_lost_is_admitted_again(fleet: OpenFleet) -> None:
-    # The record of a granted request is removed before the request is placed.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q")
         await b.settle("runs")
         await b.settle("q")
-        # On the notification of the grant, the replica admits the request again.
         a.notified(Notification("q", Verdict.GRANTED))
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
 
 
 async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet: OpenFleet) -> None:
-    # The stock is full, and endpoint E2 drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
-        # The call `route` picks a ready endpoint of the subset and takes no stock.
         assert a.route(None) == (E1,)
         assert a.route((E1, E2)) == (E1,)
         for subset in ((), (E2,)):
@@ -148,7 +139,6 @@ async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
-        # Replica `b` returns the grant of the unknown request, and the next request is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         placed = ["placed"] if candidates == "*" else []
@@ -162,9 +152,7 @@ async def test_the_call_that_grants_a_request_also_picks_its_endpoint_if_all_end
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         monkeypatch.setattr(b.store, "place", None)  # the test fails if this is called
-        # Another replica ends a request, which frees capacity.
         await a.settle("runs")
-        # The grant places the request, and the request's replica acknowledges the placement.
         assert (await waiter).endpoints == (E1,)
         assert b.gate.queue.waiting == 0
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
@@ -244,7 +232,6 @@ async def test_a_placement_moves_if_its_endpoint_is_marked_before_the_owner_is_n
         first = (await a.store.reads.request("q")).entry.endpoints[0]
         await a.store.mark_endpoint(first, what, True)
         await a.settle("runs")
-        # When the heartbeat delivers the grant, the request moves to the endpoint that is not marked.
         await b.beat()
         assert (await waiter).endpoints[0] == {E1: E2, E2: E1}[first]
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed", "moved"]

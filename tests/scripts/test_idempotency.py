@@ -79,7 +79,6 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         before = await it.dump()
-        # The repeated call leaves every key unchanged.
         await CALLS[name](a)
         after = await it.dump()
         if name in TURNED_AWAY:
@@ -93,7 +92,6 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 async def test_a_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, valkey_url: str, pool: str, name: str
 ) -> None:
-    # Record the state after the call without any fault.
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         expected = await it.dump()
@@ -102,7 +100,6 @@ async def test_a_call_whose_reply_is_lost_takes_effect_once(
         # The reply is lost after the script ran, and the connection sends the call again.
         between.lose_replies = 1
         await CALLS[name](a)
-        # The state is the same as after the call without the fault.
         assert between.lost == 1
         assert _counts(await it.dump()) == _counts(expected)
 
@@ -124,7 +121,6 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, valkey_url: str) -> None:
-    # The owner of a queued request loses the reply that contains the grant.
     async with proxy_to(valkey_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1

@@ -30,7 +30,6 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
         times_s = [0.0]
         exchange = await whole_but_open(a, times_s)
         second = await waiting(it, a, "second", flow="llama")
-        # The end of stream comes much later.
         times_s.append(20.0)
         answers = await converse(exchange, body())
         # Envoy gets the original placement, which the request has kept; no request is counted twice.
@@ -38,7 +37,6 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
         assert not second.done()
         assert events_of(await it.log(), "made-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
-        # When the first request ends, the second request is served.
         a.gate.settle(ended("made-1"))
         await second
         await it.ends(a, "second")
@@ -56,7 +54,6 @@ async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_ag
         await a.publish("10.0.0.1:8000", upper_per=1)  # from now on leases last 60 s
         await first
         await a.store.renew("first", None, "", "")
-        # The end of stream of the body comes.
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")

@@ -28,7 +28,6 @@ FILL = "for n = 0, ARGV[1] - 1 do redis.call('ZADD', KEYS[1], ARGV[2] + n, 'r' .
 
 
 async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
-    # The leases of 50 requests have expired.
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
@@ -44,13 +43,11 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
 
 
 async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) -> None:
-    # Three requests have short leases: one of an owned stream, one in the access log, one unreported.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
-        # The replica renews the leases of its own streams and passes on an access-log entry.
         a.gate.queue.renew_owned_streams()
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
@@ -63,7 +60,6 @@ async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) 
 
 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
-    # A request is placed; then the shared state is lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, "1", "*")
@@ -77,7 +73,6 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         state = await it.state()
         assert (state.stock, state.leases, state.in_flight) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
-        # The request's end releases everything; the idle workload is eventually forgotten.
         assert await a.store.settle("r", Outcome.COMPLETED) == SETTLED
         assert await it.at_rest()
         await it.after(2)
@@ -90,7 +85,6 @@ async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fl
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "stored"
-        # The replica that started both requests reports both: only the running request is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == ONE_RUNS
@@ -120,7 +114,6 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
-        # A replica stores a tombstone for a request's end that came `ended_s` ago.
         assert await a.store.tombstone("r", ended_s) == "stored"
         # The replica that owns the stream may restore a request that the replica has seen since the end. An
         # access-log report may carry an old accounting token and restores nothing.
@@ -136,10 +129,8 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
     async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
-        # Redis has 600 tombstones more than the limit.
         count = MOST_TOMBSTONES + 600
         await it.redis.eval(FILL, 1, tombstones, count, now_ms)
-        # Sweeps delete the oldest tombstones.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
         assert not (await a.sweep()).more
@@ -148,12 +139,10 @@ async def test_a_sweep_deletes_at_most_500_tombstones_beyond_the_limit(fleet: Op
 
 
 async def test_a_request_started_without_redis_is_not_restored_after_its_end(fleet: OpenFleet) -> None:
-    # A replica has started a request without Redis; another replica receives the request's end.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
-        # The replica that started the request renews the request's lease, and restores nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
         # The end of a request that was refused adds no tombstone.
         b.gate.settle(ended("refused"))
@@ -170,7 +159,6 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
 async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
-        # Tokens for an endpoint that the pool does not have restore nothing.
         for served in ("", nowhere):
             token = accounting_token.write(ask("r"), nowhere)
             assert await a.store.renew("r", None, served, token) == "unknown"
@@ -182,12 +170,10 @@ async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(flee
 
 
 async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
-    # The record of a request with an owned stream is lost.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
-        # A renewal restores the record; a withdrawal then releases all that the request holds.
         a.gate.queue.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
@@ -207,14 +193,11 @@ DAMAGED = [
 
 
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet) -> None:
-    # One request is in flight.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # The access log reports an unknown request with a damaged accounting token.
         for damaged in map("\t".join, DAMAGED):
             for served in ("",) if "llama\t\t" in damaged else ("", E1):
                 assert await a.store.renew("x", None, served, damaged) == "unknown", damaged
-        # Only the request in flight is counted.
         assert await it.counts() == ONE_RUNS
         await a.settle("r")
         assert await it.at_rest()
@@ -284,10 +267,8 @@ async def test_replicas_keep_their_common_variant_key_over_rotations_and_a_flush
 
 
 async def test_a_report_of_an_invalid_serving_endpoint_moves_no_request(fleet: OpenFleet) -> None:
-    # One request is in flight; the record of another request is lost.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # The access log reports serving endpoints that are not addresses.
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
             token = accounting_token.write(ask("lost"), E1)

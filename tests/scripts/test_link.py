@@ -147,7 +147,6 @@ async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_ar
         assert not settled.done()
         # The failed calls changed nothing; other replicas are served.
         assert name_of(await b.admit("r3")) == "queued"
-        # When the server replies again, it receives the end of the request and grants the next request.
         between.vanished = False
         assert await settled == SETTLED
         await b.beat()
@@ -157,15 +156,12 @@ async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_ar
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, valkey_url: str) -> None:
-    # An admission and a request's durable end are in flight to a server that never replies.
     async with proxy_to(valkey_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
             between.vanished = True
             waiting = asyncio.create_task(a.admit("r1"))
             settled = a.store.settle("r0", Outcome.COMPLETED)
-            # The replica stops.
-        # Both calls to the server have failed.
         for call in (waiting, settled):
             with pytest.raises(StateUnavailable, match="stopped"):
                 await call
@@ -176,14 +172,12 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, fleet: O
     async with proxy_to(valkey_url) as between, fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
-        # The request ends; the replica keeps this end.
         settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
         await asyncio.sleep(0)
         with pytest.raises(WritesRefused, match="MISCONF"):
             await a.admit("new")
         assert not settling.done()
         between.refuse("", times=0)
-        # The replica delivers the end when the server accepts writes.
         assert await settling == SETTLED
         assert await it.at_rest()
 
@@ -207,7 +201,6 @@ async def sleep_while_in_flight(replica: Replica) -> None:
 
 
 async def test_a_reply_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
-    # An admission is in flight when the replica's process pauses.
     async with fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
         # After the pause the process reads the reply before the process's own timer has run.
@@ -215,14 +208,12 @@ async def test_a_reply_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
         # The replica ignores the reply, because another replica may have adopted the request.
         with pytest.raises(StateUnavailable):
             await admission
-        # Calls succeed on a new connection.
         assert name_of(await a.admit("r1")) == "placed"
         await a.settle("r1")
         assert await it.at_rest()
 
 
 async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(fleet: OpenFleet) -> None:
-    # An operator's read is in flight when the replica pauses.
     async with fleet("a") as (_, a):
         link = a.store._client
         epoch = link.connection_epoch
@@ -262,7 +253,6 @@ async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFlee
         with pytest.raises(StateUnavailable):
             await deciding
         assert a.store.unsent_ends() == ["r2"]
-        # When the server replies again, it gets the ends of both requests.
         between.vanished = False
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == [SETTLED] * 2

@@ -48,7 +48,6 @@ def test_all_scripts_accept_every_name(valkey_url: str, **drawn: Any) -> None:
 async def _use_all_scripts(
     fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
-    # Requests of every pair of flow and workload wait behind a running request.
     async with fleet(replica, upper_per=1, ordering="workload-aware", fairness=fairness) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
@@ -56,7 +55,6 @@ async def _use_all_scripts(
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
             assert name_of(verdict) == "queued"
         await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
-        # Every read by an operator returns each name unchanged.
         queues = (await store.reads.flow_queues(100)).queues
         assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
         surveyed = (await store.queue_snapshots.read(100)).page.queues

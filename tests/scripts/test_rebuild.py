@@ -78,7 +78,6 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
 
 
 async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow(fleet: OpenFleet) -> None:
-    # A replica has four streams and five waiting requests; the shared state is lost and published again.
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
@@ -90,7 +89,6 @@ async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow
         await asyncio.sleep(0)
         assert await a.gate.queue.register_again()
         await asked
-        # The waiting requests are queued again.
         assert await it.counts() == (4, 5, [2, 2])
         for task in waiting:
             task.cancel()
@@ -100,22 +98,18 @@ async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet:
     # The shared state is lost between two heartbeats, which are two seconds apart.
     async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
-        # A request's arrival makes the replica publish the state at once, and the request is placed.
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
 
 
 async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
-    # No replica owns the stream of a request, and the shared state is lost.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
         await until_is(it.counts, (0, 0, [0, 0]))
-        # The request's periodic access-log entry reaches another replica, which restores the request.
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until_accounted(it, 1)
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
-        # The request's final access-log entry ends the request.
         await it.ends(a, "r")
 
 
@@ -136,9 +130,7 @@ async def test_a_later_heartbeat_registers_waiting_requests_whose_registration_f
             return answer
 
         monkeypatch.setattr(a.store, "admit", failing)
-        # The shared state is lost.
         await it.redis.flushall()
-        # A later heartbeat registers the waiting requests.
         await until_accounted(it, 5)
         assert not failures
         await all_served(it, 2, waiting)
@@ -153,7 +145,6 @@ async def test_a_replica_that_counted_as_silent_registers_its_requests_again(fle
         async def held_again() -> bool:
             return events_of(await it.log(), "q0")[-1] in ("adopted", "queued")
 
-        # After the replica's next heartbeat its waiting request is queued again, and is served.
         await until(held_again)
         await all_served(it, 2, (waiter,))
         assert waiter.result().endpoints == addresses(1)
@@ -168,10 +159,8 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
         assert len(b.cell.current.endpoints) == 2
-        # The leader discovers other endpoints: both replicas get these endpoints.
         a.membership.discovered([a.cell.current.endpoints[0]])
         await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
-        # The leader leaves: the other replica is the leader at once.
         await a.membership.leave(5)
         await until(lambda: b.cell.current.endpoints == ())
         assert b.membership.pulse.leader
@@ -199,11 +188,9 @@ def settled(server: TimedPool) -> bool:
 
 
 def test_unless_state_was_lost_an_ended_requests_accounting_token_restores_nothing(server: TimedPool) -> None:
-    # A request runs and ends.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
-    # Later reports with the request's accounting token do not restore the request.
     for _ in range(10):
         assert server.report("r", TOKEN) == "unknown"
         server.calm(10 * SECOND_MS)
@@ -213,12 +200,10 @@ def test_unless_state_was_lost_an_ended_requests_accounting_token_restores_nothi
 
 def test_a_request_reclaimed_without_reports_is_restored_by_a_late_renewal(server: TimedPool) -> None:
     server.admit("r")
-    # No report of the request came during a whole lease.
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
     assert not server.knows("r")
     server.calm(HOUR_MS // 2)
-    # A report restores the request; after the request's end, another report does not restore the request.
     assert server.report("r", TOKEN) == "restored"
     assert server.settle("r") == "settled llama"
     assert server.report("r", TOKEN) == "unknown"

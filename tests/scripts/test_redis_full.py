@@ -67,7 +67,6 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         a, gate = clients.replica, clients.gate
         gate.failover.update_peers({"a": {"degraded": False}})
         gate.failover.heartbeat_answered(await a.beat())
-        # Requests fill the server's memory.
         await clients.ask("runs first")
         base = (await it.redis.info("memory"))["used_memory"]
         await it.redis.config_set("maxmemory", base + ROOM)
@@ -77,7 +76,6 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         assert waiting > 20
         # From now on the server has no memory left at all.
         await it.redis.config_set("maxmemory", 1)
-        # Heartbeats, sweeps, marks, live changes and cancels still succeed.
         await a.beat()
         assert (await a.sweep()).ran
         for on in (True, False):
@@ -85,7 +83,6 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         await a.store.set_live_config({"paused": None}, {"paused": None})
         clients.tasks[-1].cancel()
         await until(lambda: a.gate.queue.waiting == waiting - 1)
-        # Requests in flight end, and waiting requests are served.
         await asyncio.wait_for(clients.serve(), 60)
         *served, _ = clients.tasks
         await asyncio.gather(*served)
@@ -94,7 +91,6 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
         with pytest.raises(WritesRefused):
             await clients.ask("new")
         assert gate.failover.state is FailoverState.SHARED
-        # Once memory is available, admission resumes.
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")
         await clients.serve()
@@ -103,12 +99,10 @@ async def test_a_full_redis_refuses_new_requests_and_serves_admitted_ones(server
 
 async def test_a_request_that_waits_in_a_full_redis_expires_at_its_ttl(server: Server, pool: str) -> None:
     async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
-        # A request waits on a server that has then run out of memory.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asked(a, "waits", ttl_s=0.2)
         await until(lambda: a.gate.queue.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
-        # The request is answered when its TTL has passed.
         with pytest.raises(ExpiredTtl):
             await waits
         await it.ends(a, "runs")

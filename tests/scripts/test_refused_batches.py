@@ -44,17 +44,14 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(fleet: 
     # The stock is full, and the queue key of one flow has the wrong type.
     async with fleet("a", full=True) as (it, a):
         async with broken(it):
-            # Requests of this flow and of other flows arrive in one message.
             arrivals = {"g1": "good", "b": "bad", "g2": "good", "h": "other", "b2": "bad"}
             arriving = (a.admit(name, flow=flow) for name, flow in arrivals.items())
             _, g1, b, g2, h, b2 = await in_one_message(a.beat(), *arriving)
-            # Requests of this flow fail with an error text; the other requests are queued once each.
             for refused in (b, b2):
                 assert isinstance(refused, ScriptFailed)
                 assert "refused admit" in str(refused)
             assert {name_of(verdict) for verdict in (g1, g2, h)} == {"queued"}
             assert await it.counts() == (1, 3, [1])
-        # The other requests are served in order.
         await a.settle("runs")
         await served(a, "g1", "h", "g2")
         assert await it.at_rest()
@@ -66,7 +63,6 @@ async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(fleet
             # One message carries a request of the broken flow, another request, and the cancel of the latter.
             arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
             await in_one_message(a.beat(), *arriving, in_turn(a.store.cancel, "g", 1, "cancelled"))
-        # The cancel takes effect.
         assert events_of(await it.log(), "g")[-1] == "cancelled"
         await a.settle("runs")
         assert await it.at_rest()
@@ -88,14 +84,11 @@ async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
         async with broken(it):
-            # One request of each flow leaves the queue; one message carries both calls.
             leaving = [in_turn(getattr(a.store, how), name, *args) for name in ("g1", "b")]
             _, left, refused = await in_one_message(a.beat(), *leaving)
-        # Only the request of the broken flow fails.
         assert left == answer
         assert isinstance(refused, ScriptFailed)
         assert await it.counts() == (1, 2, [1])
-        # The remaining requests are served.
         await a.settle("runs")
         await served(a, "b", "g2")
         assert await it.at_rest()
@@ -108,7 +101,6 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(fleet: O
         for flow in ("good", "lone"):
             await it.redis.zadd(f"{it.keys.prefix}queue:1:{flow}", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "flows:1", {"lone": -1})
-        # When the stray entry's turn comes, the entry is removed, and the next request is granted.
         await a.settle("runs")
         await served(a, "first")
         assert await it.at_rest()
@@ -117,10 +109,8 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(fleet: O
 async def test_the_items_of_a_failed_batch_are_sent_again_once_each(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()
-        # Every item of a batch belongs to the broken flow.
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
         # All items fail, after one call with the whole batch and one call for each item.
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
         assert (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1 + 16 + 1
-        # The connection remains usable.
         assert name_of(await a.admit("g", flow="good")) == "queued"

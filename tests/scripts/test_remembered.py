@@ -31,9 +31,7 @@ def server(client: redis.Redis, pool: str) -> Versions:
 def test_no_request_goes_to_an_endpoint_that_another_library_version_has_replaced(server: Versions) -> None:
     # The first version of the Lua library has placed requests, and so caches all endpoints and their loads.
     server.live_through("x", "y")
-    # A second version of the Lua library replaces an endpoint.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
-    # The first version of the Lua library places requests on the new endpoint, and none on the removed one.
     assert {server.admit(f"after-{number}")[1] for number in range(6)} == {"a:1,c:1", "c:1,a:1"}
     assert server.loads() == {"a:1": 3, "c:1": 3}
 
@@ -42,22 +40,18 @@ def test_an_endpoint_added_under_the_same_version_of_the_endpoints_is_picked(ser
     # The library caches all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
-    # Another endpoint is published under the same version of the endpoints.
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # The next request goes to the new endpoint.
     assert server.admit("y")[1] == "b:1,a:1"
 
 
 def test_requests_of_a_workload_by_two_library_versions_are_counted_once_each(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # Both versions of the library admit and end requests, alternately and twice in a row.
     for number in range(10):
         server.admit(f"one-{number}")
         server.admit(f"other-{number}", library=server.other)
         server.settle(f"one-{number}", server.other)
         if number % 2:
             server.settle(f"other-{number}")
-    # The workload's counts and the endpoints' loads include the requests of both library versions.
     row = server.call("view_workload", "w")[1].split(b"\x1f")
     assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # total, active, dispatched
     assert sum(server.loads().values()) == 5
@@ -67,22 +61,18 @@ def test_either_library_version_expires_a_request_that_the_other_version_queued(
     # A library version has cached that no timer is pending; a request in flight takes all capacity.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
-    # The other version of the library queues a request, whose TTL passes.
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
     server.passes(41)
-    # The next call of the first library version ends the request.
     assert server.admit("runs")[-1] == "adopted"
     assert server.requests() == {b"runs"}
 
 
 def test_endpoints_loads_stay_exact_with_more_endpoints_than_the_library_caches(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # Each request names different unknown endpoints as candidates.
     for number in range(30):
         strangers = ",".join(f"10.0.{number}.{last}:1" for last in range(50))
         answer = server.admit(f"r-{number}", flow="f", workload=f"w-{number}", candidates=f"{strangers},a:1")
         assert answer[:2] == ["placed", "a:1"]
-    # The counted loads of the known endpoints are right.
     assert server.loads() == {"a:1": 30, "b:1": 0}
     for number in range(30):
         server.settle(f"r-{number}")
@@ -93,9 +83,7 @@ def test_the_next_call_applies_a_setting_that_another_library_version_changed(se
     # A version of the library has cached the settings, and no cached count changes.
     server.live_through("x", "y")
     for fallbacks in (0, 1):
-        # The other library version changes the setting for the number of fallbacks.
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
-        # The first library version applies the setting to its next request.
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
 
 
@@ -112,7 +100,6 @@ def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Vers
     assert server.loads()["a:1"] == 1  # the waiting request
     for name in (*running.values(), "waits"):
         server.settle(name)
-    # When endpoint b:1 is up again, it gets its share of requests.
     server.call("mark_endpoint", "a", "b:1", "down", "")
     for number in range(8):
         assert server.admit(f"after-{number}")[0] == "placed"

@@ -78,7 +78,6 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
 
         async def look() -> None:
             for name, kind in (await live(it)).items():
-                # Every key is documented exactly once, with its type.
                 (pattern,) = matching(name)
                 seen[pattern] = kind
 
@@ -111,10 +110,8 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         await it.after(5)
         await a.sweep()
         await look()
-        # An operator makes a change.
         await a.store.note_change("{}")
         assert await a.store.operator_changes() == ["{}"]
-        # An endpoint is down.
         await a.store.mark_endpoint(E1, "down", True)
         await look()
         await a.store.mark_endpoint(E1, "down", False)
@@ -176,7 +173,6 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
 
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
-    # Each band of the pool has served a request.
     async with fleet("a", full=True, tenants={"separator": "/"}) as (it, a):
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):

@@ -90,24 +90,19 @@ def without_times(it: EndpointMetrics) -> EndpointMetrics:
 
 
 async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None:
-    # The clock of the follower shows 50 s.
     one, two = pair
     async with following(two) as follower:
-        # A replica whose clock shows 1000 s publishes a reading that is 300 ms old.
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
         await until(lambda: "a:1" in follower.readings)
-    # The reading is 300 ms old by the follower's clock as well.
     assert follower.readings["a:1"] == reading(49_700)
     assert follower.batches[-1][0] == "one"
     assert follower.suspects == ["b:1"]
 
 
 async def test_a_new_follower_gets_the_stored_readings_aged_by_the_clock_of_redis(pair: Pair) -> None:
-    # Two batches are published while there is no follower.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await one.publish({"b:1": replace(reading(999_400), waiting=None, fault="no page", failures=3)})
-    # A follower subscribes.
     async with following(two) as follower:
         pass
     # The follower has the newest reading of each endpoint, with an age no less than the real age.
@@ -128,17 +123,14 @@ async def test_a_follower_receives_its_own_messages_without_readings(pair: Pair)
 
 
 async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
-    # Two readings are stored in Redis, and one reading is removed.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await two.remove(["a:1", "unknown:1"])
     await two.remove([])
-    # The other reading is still stored.
     assert (await one.stored()).keys() == {"b:1"}
 
 
 async def test_unreadable_readings_are_ignored(valkey_url: str, pool: str, pair: Pair) -> None:
-    # Foreign writers put unreadable data into the hash and the channel.
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
     async with Redis.from_url(valkey_url) as redis:
@@ -148,23 +140,19 @@ async def test_unreadable_readings_are_ignored(valkey_url: str, pool: str, pair:
             await redis.publish(name, b"\xff")
             await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
             await one.publish({"b:1": reading(999_000)})
-            # The follower gets only readings that can be read.
             await until(lambda: "b:1" in follower.readings)
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.links == 1
 
 
 async def test_a_follower_reconnects_and_gets_the_readings_that_it_missed(valkey_url: str, pool: str) -> None:
-    # A follower of the readings is connected.
     async with (
         two_replicas(valkey_url, pool) as (one, two),
         Redis.from_url(valkey_url) as redis,
         following(two) as follower,
     ):
-        # The follower's connection is cut, and a reading is published meanwhile.
         await redis.client_kill_filter(_type="pubsub")
         await one.publish({"a:1": reading(999_000)})
-        # The follower reconnects and gets the reading.
         await until(lambda: follower.links == 2)
         assert follower.readings.keys() == {"a:1"}
 
@@ -172,16 +160,13 @@ async def test_a_follower_reconnects_and_gets_the_readings_that_it_missed(valkey
 async def test_publishing_fails_in_time_while_redis_is_silent_and_recovers(
     valkey_url: str, pool: str
 ) -> None:
-    # Redis stops replying.
     channel = MetricsChannel(valkey_url, pool, "one", now_ms=lambda: 1_000_000, deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
         await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-        # A publication fails within the deadline.
         for _ in range(2):
             with pytest.raises(StateUnavailable, match="no answer in time"):
                 await channel.publish({"b:1": reading(999_000)})
-        # When Redis replies again, publishing succeeds, and replies are not mixed up.
         await redis.execute_command("CLIENT", "UNPAUSE")
         await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         assert without_times((await persist(channel.stored))["c:1"]) == without_times(reading(0))

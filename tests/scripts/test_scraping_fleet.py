@@ -161,7 +161,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping: OpenScraping) -> None:
     async with scraping() as fleet:
         await fleet.settled()
-        # Wait for 20 further scrapes of each endpoint.
         started_s = time.monotonic()
         scrapers = await fleet.scrapers(20)
         elapsed_s = time.monotonic() - started_s
@@ -173,7 +172,6 @@ async def test_each_endpoint_is_scraped_by_one_replica_and_known_to_all(scraping
         for address, (name,) in scrapers.items():
             assert fleet.replicas[name].meter.scrapes[address] / elapsed_s <= 1.2 / INTERVAL_S
         assert all(one.meter.faults.keys() <= {"timeout"} for one in fleet.replicas.values())
-        # Every replica has the simulators' metrics.
         for replica in fleet.replicas.values():
             for reading in replica.readings.snapshot().values():
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
@@ -199,14 +197,11 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
 
 
 async def test_removed_endpoints_are_forgotten_and_new_ones_are_scraped(scraping: OpenScraping) -> None:
-    # The fleet has readings of three endpoints.
     async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
         known = fleet.addresses
         fleet.list(known[:3])
         await fleet.settled()
-        # One endpoint leaves the pool, and the fourth endpoint joins.
         fleet.list(known[1:])
-        # Every replica and Redis have readings of exactly the pool's new endpoints.
         await fleet.settled()
         await fleet.until_stored(redis)
 
@@ -219,9 +214,8 @@ async def test_readings_deleted_from_redis_are_stored_again(scraping: OpenScrapi
 
 
 async def test_without_redis_each_replica_has_its_own_readings(pool: str, simulators: list[str]) -> None:
-    # Replicas scrape without access to Redis.
     async with running("redis://127.0.0.1:1/0", pool, simulators) as fleet:
-        # Each endpoint is known only to the replica that scrapes it.
+
         def known() -> list[str]:
             boards = [one.readings.snapshot() for one in fleet.replicas.values()]
             return sorted(address for board in boards for address, one in board.items() if one.known)
@@ -239,5 +233,4 @@ async def test_a_scraping_task_can_be_cancelled_at_any_moment(
         replica = Replica(valkey_url, pool, "one", cell, ["one"])
         for _ in range(turns):
             await asyncio.sleep(0)
-        # Each replica stops.
         await replica.stop()

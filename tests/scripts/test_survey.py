@@ -71,10 +71,8 @@ async def test_of_five_concurrent_replicas_one_reads_the_flow_queues_for_all(fle
 async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(fleet: OpenFleet) -> None:
     async with fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
-        # A replica claims the read of the flow queues, and then dies.
         assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
         assert await it.redis.pttl(it.keys.queue_snapshot) <= SnapshotTimes().claim_ms
-        # The other replicas still get the flow queues.
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
 
@@ -164,7 +162,6 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
 
         monkeypatch.setattr(a.store._client, "call", moving)
         found = (await a.store.reads.flow_queues(MOST)).queues
-        # The flow queue is listed once, at its last position.
         assert len(found) == FLOWS
         assert len(names(found)) == FLOWS
         assert found[-1].name == first.name

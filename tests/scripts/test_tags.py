@@ -43,15 +43,12 @@ async def tags_are_finite(it: Fleet) -> bool:
 async def test_tags_stay_finite_and_flows_take_turns_beside_a_flow_with_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
-    # One flow has a weight out of bounds; another flow has weight 1.
     async with fleet("a", weights={"bad": weight}, checked=False, full=True) as (it, a):
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
             await a.admit(f"good {number}", flow="good")
-        # All requests are served.
         await a.settle("runs")
         served = await serve(it, 4, swept=True)
-        # The requests of the flow with weight 1 are served in order, and every tag is finite.
         assert [name for name in served if name.startswith("good")] == ["good 0", "good 1"]
         assert len(served) == 4
         assert await tags_are_finite(it)
@@ -69,11 +66,9 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
         assert (await it.state()).virtual_times["Default"] == 2**20
-        # Requests of the heaviest flow wait, and requests of a flow with half the weight.
         for number in range(40):
             await a.admit(f"half {number}", flow="half", weight=5e5)
             await a.admit(f"whole {number}", flow="whole", weight=1e6)
-        # The lightest flow gets its turn, and the two heavy flows get their exact shares.
         assert await serve(it, 1) == ["light 1"]
         assert Counter(name.split()[0] for name in await serve(it, 60)) == {"half": 20, "whole": 40}
 
@@ -132,11 +127,9 @@ async def test_requests_are_served_and_expire_despite_stray_entries_in_a_sorted_
 ) -> None:
     ordering = "fcfs" if kind.startswith("queue") else "workload-aware"
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
-        # The sorted set has members that do not exist as requests, flow queues, replicas or endpoints.
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
-        # Requests are served as they are without strays.
         await life(it, "r")
         # Sweeps drop the stray entries that no dispatch has met.
         await a.sweep()
@@ -169,7 +162,6 @@ async def test_flows_missing_from_the_preemption_candidates_are_preempted_too(fl
         candidates = it.keys.prefix + "candidates:2"
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
-        # A critical request finds the queue full and preempts one of the waiting requests.
         assert name_of(await a.admit("c1", flow="c", band=Band.CRITICAL)) == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
         # After a sweep the set of candidates is complete.
@@ -198,7 +190,6 @@ async def test_requests_are_served_and_expire_despite_damaged_entries_of_a_hash(
             await a.admit(name, workload="w", limit=1, learn=True)
             await a.store.settle(name, Outcome.COMPLETED, 3, 2, 100)
         assert (await a.beat()).live_replicas == 1
-        # Stray notifications are removed from the inbox, and all counts are 0.
         if kind == "inbox:a":
             assert not await it.has(kind)
         state = await it.state()

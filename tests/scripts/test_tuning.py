@@ -31,7 +31,6 @@ async def test_a_raised_bound_dispatches_a_waiting_request_at_once(fleet: OpenFl
 
 async def test_once_a_bound_is_raised_a_dispatch_reads_only_the_first_flows(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
-        # Many flows wait.
         for i in range(100):
             await a.admit(f"r{i}", flow=f"flow-{i}")
         # After the bounds are raised, each call reads only the first of the waiting flows.

@@ -78,10 +78,8 @@ async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFle
         asked = (a.admit(each, workload="w", criticality=4, ttl_s=60 + i) for i, each in enumerate(names))
         await asyncio.gather(*asked)
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
-        # Ranges of the queues are read, one range past the end.
         ranges = RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)
         long, (other,), past = await a.store.reads.queued(ranges)
-        # All requests of the ranges are returned in the order of the flow queue.
         assert [each.id for each in long] == names[10:220]
         assert past == []
         assert (other.state, other.owner, other.flow, other.priority) == ("queued", "a", "other", -10)
@@ -90,7 +88,6 @@ async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFle
         assert 29 < other.deadline_in_s + other.age_s < 31
         assert 14 < other.overdue_in_s + other.age_s < 16
         assert not other.overdue
-        # Only the ordering `workload-aware` returns scores.
         score = long[0].score
         if ordering == "workload-aware":
             assert score.criticality == pytest.approx(0.32)
@@ -119,14 +116,12 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
         await a.admit("q1", subset=(E1,))
         await a.admit("q2")
         await a.settle("r000", "r001")
-        # The requests are read in pages of 60 requests.
         seen, total = await a.store.reads.in_flight(60)
         while len(seen) % 60 == 0:
             page, again = await a.store.reads.in_flight(60, (seen[-1].lease_ms, seen[-1].entry.id))
             seen += page
             assert (again, len(page) <= 60) == (total, True)
         assert total == 230
-        # Each request is listed once, with its state, endpoints and lease.
         placed = [f"r{i:03d}" for i in range(2, 230)]
         assert sorted(each.entry.id for each in seen) == ["q1", "q2", *placed]
         states = {each.entry.id: (each.entry.state, each.entry.endpoints) for each in seen}
@@ -139,13 +134,11 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
 async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # A queued request is listed with its rank, its flow queue, and whether it is overdue.
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.entry.overdue, found.lease_in_s) == (True, None)
-        # A placed request is listed with its lease.
         runs = await a.store.reads.request("runs")
         assert (runs.entry.state, runs.rank, runs.queue, runs.entry.overdue) == ("placed", None, None, False)
         assert runs.lease_in_s is not None
@@ -160,14 +153,12 @@ async def test_workloads_are_read_in_pages_and_one_by_one(fleet: OpenFleet) -> N
     async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
-        # 230 workloads are read in pages of 40 workloads.
         seen, cursor = [], ("0", 0)
         while cursor is not None:
             page, total, cursor = await a.store.reads.workloads(40, *cursor)
             assert total == 230
             assert len(page) <= 40
             seen += page
-        # Each workload is listed exactly once.
         assert sorted(each.id for each in seen) == sorted(f"w{i}" for i in range(230))
         seven = await a.store.reads.workload("w7")
         assert (seven.total, seven.active, seven.dispatched) == (2, 1, 2)
@@ -200,7 +191,6 @@ async def test_reads_of_an_empty_redis_return_nothing_and_write_nothing(fleet: O
         assert await reads.request("r") is None
         assert await reads.replicas() == []
         assert await reads.decisions(10) == []
-        # Reads of the empty Redis return nothing and write nothing.
         assert await it.redis.keys("*") == []
 
 
@@ -244,11 +234,9 @@ async def listed(
 
 
 async def test_pages_list_a_long_queue_completely_and_in_order_of_position(fleet: OpenFleet) -> None:
-    # 1500 requests of 45 flows with weights 1 to 3 wait in three bands.
     asked = [(f"r{i:04d}", f"f{i % 45:02d}", NAMED[i % 3]) for i in range(1500)]
     weights = {f"f{i:02d}": 1.0 + i % 3 for i in range(45)}
     async with listed(fleet, *asked, **weights) as (_, lists):
-        # The queue is read in several pages.
         found = await pages(lists.queue, "requests", 150, band=None, flow=None)
         # Each request is listed once at its position: higher bands first, then by start tag.
         assert sorted(each["id"] for each in found) == sorted(each[0] for each in asked)
@@ -258,11 +246,9 @@ async def test_pages_list_a_long_queue_completely_and_in_order_of_position(fleet
         # Within a flow, requests are in order of arrival.
         of_one = [request_id for request_id, flow, _ in asked if flow == "f07"]
         assert [each["id"] for each in found if each["flow"] == "f07"] == of_one
-        # A lookup of a request by id gives the same position.
         for each in (found[0], found[777], found[-1]):
             one = await lists.request(each["id"])
             assert (one.position, one.start_tag) == (each["position"], each["start_tag"])
-        # Each flow is listed once, and the fair shares of all flows add up to 1.
         flows = await pages(lists.flows, "flows", 7, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
@@ -309,7 +295,6 @@ async def test_the_service_of_a_flow_is_the_sum_of_the_replicas_reports(fleet: O
     async with listed(fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'
-        # Two more replicas report the service that they gave, and a third replica reports nonsense.
         for name, about in (("b", served % (40, 30)), ("c", served % (60, 30)), ("d", nonsense)):
             await a.store._client.call("heartbeat", name, about, 60_000)
 

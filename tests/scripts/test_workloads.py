@@ -11,13 +11,11 @@ from picker_fleet.state.store import name_of
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
-    # 250 workloads are idle, and one workload has a request in flight.
     async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))
         await a.admit("runs", workload="busy")
         await it.after(10)
-        # A sweep keeps workloads that have not been idle for long enough.
         await a.sweep(idle_s=300)
         assert len(await registered(it)) == 251
 
@@ -25,12 +23,10 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
             await a.sweep(idle_s=0.005)
             return await registered(it) == ["busy"]
 
-        # After that time a few sweeps remove all workloads except the busy one.
         await until(forgotten)
 
 
 async def test_a_request_without_a_workload_id_is_not_registered(fleet: OpenFleet) -> None:
-    # Requests without a workload run, wait and end: the registry stays empty.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         await a.settle("runs", "waits")
@@ -44,12 +40,9 @@ async def registered(it: Fleet) -> list[str]:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
 async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, at_once: bool) -> None:
-    # The stock has room for all requests; the registry has room for two workloads.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
-        # Requests of three workloads arrive, two requests each of two workloads.
         arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
         verdicts = await asyncio.gather(*arriving) if at_once else [await each for each in arriving]
-        # All requests are served, and two workloads are registered.
         assert {name_of(each) for each in verdicts} == {"placed"}
         assert await registered(it) == ["w1", "w2"]
         await a.settle(*(f"r{n}" for n in range(5)))
@@ -57,7 +50,6 @@ async def test_workloads_beyond_the_limit_are_not_registered(fleet: OpenFleet, a
 
 
 async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_registry(fleet: OpenFleet) -> None:
-    # The queue has no room for requests; the registry has room for four workloads.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
         # Each request of a client has a new workload id; the requests come one by one, and then all at once.
@@ -74,10 +66,8 @@ async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_regist
 
 
 async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
-    # The registry is full, and the stock has room for one request.
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
-        # Requests of unregistered workloads wait, and leave in any order.
         for n in range(6):
             await a.admit(f"r{n}", workload=f"w{n % 2}", criticality=1 + n % 5)
         await a.store.cancel("r3", 1, "cancelled")
@@ -86,7 +76,6 @@ async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_one
             what, request = a.notifications[-1]
             assert what == "placed"
             await a.settle(request)
-        # No key of these requests is left.
         for kind in ("line", "growing", "static", "queue"):
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
@@ -100,30 +89,24 @@ async def test_mean_answer_lengths_are_kept_for_at_most_max_workloads_flows(flee
 
 
 async def test_at_most_10000_finish_tags_of_idle_flows_are_kept(fleet: OpenFleet) -> None:
-    # Requests are in the pool, and 12 500 idle flow queues have finish tags above the virtual time.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
         finish = it.keys.prefix + "finish:1"
         await it.redis.zadd(finish, tags)
-        # Sweep until a sweep finds no more to do.
         while (await a.sweep()).more:
             pass
-        # The finish tags of the flow queues with the smallest tags were forgotten.
         assert await it.redis.zcard(finish) == 10_000
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
 
 async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(fleet: OpenFleet) -> None:
-    # The stock has room for one request. A steady flow has five requests; twenty new flows have one request
-    # each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
             await a.admit(f"steady-{n}", flow="z-steady")
         for n in range(20):
             await a.admit(f"once-{n}", flow=f"once-{n}")
-        # For each served request the client sends another request.
         running, served = "runs", []
         for n in range(20, 300):
             await a.admit(f"once-{n}", flow=f"once-{n}")
