@@ -128,15 +128,6 @@ def test_nesting_flattened_changes_restores_the_changes() -> None:
     assert live_config.nested(live_config.flattened(EVERYTHING)) == EVERYTHING
 
 
-def test_a_live_change_of_the_watermark_changes_both_bounds() -> None:
-    patch = {"request_queue_controller": {"watermark_per_backend": 10}}
-    bounds = {"lower_per": pytest.approx(9), "upper_per": pytest.approx(11), "default_prefill_cap": 10}
-    assert overridden(patch) == {"adaptive": 0, "largest_claim": 0.25, **bounds}
-    effective = live_config.applied(CONFIGURED, live_config.flattened(patch))
-    assert effective.settings.request_queue_controller.watermark_per_backend == 10
-    assert effective.settings.fair_request_queue.total_capacity == 500
-
-
 def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
     changes = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
     old = {**live_config.overrides(CONFIGURED, changes), "paused": 1}
@@ -301,11 +292,6 @@ def test_the_refusal_of_a_live_change_names_the_key(patch: dict[str, Any], where
 
 
 LIMITED = [{"name": "a", "max_inflight_per_endpoint": 2}]
-
-
-def test_each_fault_of_a_live_change_has_a_line_of_its_own() -> None:
-    lines = fault({"pool": "x", "workloads": {"idle_after": "1s", "wait_weight": 1}}).splitlines()
-    assert lines == ["pool: cannot change live", "workloads.idle_after: cannot change live"]
 
 
 @cases("section, entries, queue, says", {
