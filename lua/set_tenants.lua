@@ -3,16 +3,18 @@
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
 -- node in `tenants`. A waiting request is charged once: if a node now charges at arrival, the request is charged now,
--- or evicted if the limit does not suffice.
+-- or evicted if the limit does not suffice. Each running request counts under a new bound; if more than MOST_COUNTED run
+-- or wait, further calls count them.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] `tenants` (from the configuration) or `tenant_changes` (of operators)
+-- args[2] `tenants` (from the configuration), `tenant_changes` (of operators), or the cursor of a former reply
 -- args[3] and further, in pairs: path, JSON (lib/tenants.lua); '' removes the node
 --
--- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
+-- Returns {epoch, notifications, attempts, served, version, cursor}; version '' while the pool is unknown; cursor of
+-- the requests that further calls must count, '' without any
 
-local MOST_COUNTED = 5000 -- running requests, and as many waiting ones
+local MOST_COUNTED = 5000 -- requests
 
 -- Return the requests in flight, or those that wait (`set`), the earliest first.
 local function requests_in(set)
@@ -24,9 +26,12 @@ end
 
 local function set_tenants(args)
   reset_notifications(args[1])
+  if tonumber(args[2]) then
+    return finish_call({'', pool.known and settings.tenants and quotas.count_more(args[2]) or ''})
+  end
   local hash = ({tenants = key.tenants, tenant_changes = key.tenant_changes})[args[2]]
   if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
-  local version, counts_running, moves_charges = '', false, false
+  local version, cursor, counts_running, moves_charges = '', '', false, false
   if pool.known then
     for at = 3, #args, 2 do
       -- If a node is removed, the configured node or a default for its level is in force again, which may have a bound.
@@ -49,9 +54,14 @@ local function set_tenants(args)
       for at = 3, #args, 2 do log_change('tenant', args[at] .. '\31' .. args[2] .. '\31' .. args[at + 1]) end
       if settings.tenants and counts_running then
         -- A new bound has not counted the running requests, but their ends will lower its count.
-        local found = requests_in(key.inflight)
-        for _, r in ipairs(waiting) do found[#found + 1] = r end
-        quotas.recount(found)
+        if read('HLEN', key.requests) > MOST_COUNTED then
+          quotas.void_counts()
+          cursor = '0'
+        else
+          local found = requests_in(key.inflight)
+          for _, r in ipairs(waiting) do found[#found + 1] = r end
+          quotas.recount(found)
+        end
       end
     end)
     for _, r in ipairs(refused) do end_and_notify(r, NOTIFY_EVICTED) end
@@ -66,5 +76,5 @@ local function set_tenants(args)
       end
     end
   end
-  return finish_call({tostring(version)})
+  return finish_call({tostring(version), cursor})
 end

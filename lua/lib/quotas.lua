@@ -507,6 +507,31 @@ do -- a chunk may have 200 locals
     end
   end
 
+  -- Forget the requests in flight, and make all charges void, until `count_more` finds them.
+  function quotas.void_counts()
+    quotas.restart()
+    settings.tenancy, settings_text = math.max((settings.tenancy or 1) + 1, now_ms), nil
+    defer_write('HSET', key.pool, 'settings', cjson.encode(settings))
+    pool.touched = true
+  end
+
+  -- Make void charges of some requests valid again, and count these requests. Return the next cursor, '' at the end.
+  function quotas.count_more(cursor)
+    local scan, ids = read('HSCAN', key.requests, cursor, 'COUNT', 500), {}
+    for i = 1, #scan[2], 2 do ids[#ids + 1] = scan[2][i] end
+    record.prefetch(ids, #ids)
+    for _, id in ipairs(ids) do
+      local r = record.read(id)
+      if r and r.tenancy > 0 and r.tenancy ~= settings.tenancy then
+        r.tenancy = settings.tenancy
+        local found = charged_nodes(r)
+        if found then add(found.charged[r.at_grant].running, taken, 1, r) end
+        record.put(r)
+      end
+    end
+    return scan[1] == '0' and '' or scan[1]
+  end
+
   -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so look at
   -- MOST_OLD balances at most, and only once their period has passed: a removed limit may come back.
   local MOST_OLD = 32

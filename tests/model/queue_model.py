@@ -262,7 +262,7 @@ class QueueModel(PoolModel):
     def set_tenants(self, caller: str, kind: str, nodes: Mapping[str, str]) -> Reply:
         self._begin(caller)
         if not self._base:
-            return self._conclude([""])
+            return self._conclude(["", ""])
         # A waiting request is charged again if other limits charge at its arrival from now on.
         waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         waiting = sorted(waiting, key=lambda r: (r.arrived, r.id)) if self.has_tenants else []
@@ -288,7 +288,7 @@ class QueueModel(PoolModel):
             self._turn_away(r, "evicted")
         if self.has_tenants:
             self.queue.unthrottle_all()
-        return self._conclude([self.tenants_version])
+        return self._conclude([self.tenants_version, ""])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
         """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more

@@ -31,9 +31,9 @@ class TenantPool(ClockedPool):
         self.publish(A, upper_per=bound, tenants=TREE, **settings)
         self.set_nodes(nodes)
 
-    def set_nodes(self, nodes: dict[str, Any], kind: str = "tenants") -> None:
+    def set_nodes(self, nodes: dict[str, Any], kind: str = "tenants") -> Any:
         pairs = [text for path, node in nodes.items() for text in (path, json.dumps(node) if node else "")]
-        self.call("set_tenants", "a", kind, *pairs)
+        return self.call("set_tenants", "a", kind, *pairs)
 
     def ask(self, flow: str, **fields: Any) -> str:
         """Admit a request of the next number; return the verdict's word, or the whole text of a refusal."""
@@ -157,6 +157,18 @@ def test_all_nodes_of_a_path_must_agree_and_a_refused_request_is_charged_to_none
     assert [it.ask("acme/a").split(" ")[0] for _ in range(5)] == ["placed"] + ["refused"] * 4
     owed, _ = struct.unpack("<dd", it.client.hget(f"{it.prefix}balances", "acme\x1frequests:60000") or b"")
     assert owed == 1
+
+
+def test_a_new_bound_counts_each_running_request_of_a_large_fleet_once(it: TenantPool) -> None:
+    it.start(5100, {"acme": {"weight": 2}})
+    for first in range(0, 5100, 300):
+        it.call("admit", "a", *(arrival(f"old{first + number}", flow="acme/a") for number in range(300)))
+    *_, cursor = it.set_nodes({"acme": {"max_parallel": 5100, "over_limit": "reject"}})
+    it.end("old1")
+    while cursor:
+        *_, cursor = it.call("set_tenants", "a", cursor)
+    it.end("old2")
+    assert [it.ask("acme/a") for _ in range(3)] == ["placed", "placed", "refused over-limit 1\x1fparallel 0 acme"]
 
 
 def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_requests(it: TenantPool) -> None:

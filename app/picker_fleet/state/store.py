@@ -408,7 +408,9 @@ class Store:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
         configuration, or of operators. Returns the new version; '' while the pool is unknown."""
         pairs = [text for pair in nodes.items() for text in pair]
-        (version,) = await self._call("set_tenants", kind, *pairs)
+        version, cursor = await self._call("set_tenants", kind, *pairs)
+        while cursor:
+            _, cursor = await self._call("set_tenants", cursor)
         return str(version)
 
     async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:
