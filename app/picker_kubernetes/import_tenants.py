@@ -9,12 +9,13 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from picker_fleet.domain.allowlist import is_custom
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.tenants import Limit
 from picker_kubernetes.import_result import Imported, listed, mapping, mappings
 
 Object = Mapping[str, Any]
@@ -57,7 +58,7 @@ def imported(trees: Sequence[object]) -> Imported:
     objects = [each for tree in objects for each in mappings(tree, "items", "items") or [tree]]  # of a List
     nodes = _of_ai_gateway(objects, result) if objects else _LiteLlm(trees, result).nodes()
     if lowered := list(_lowered_to_parents(nodes)):
-        result.remarks.append(f"limits of {_some(lowered)} are lowered to a limit above them in the tree")
+        result.remarks.append(f"limits of {_some(lowered)} are lowered to a limit above them, or removed")
     if nodes:
         result.section("tenants")["nodes"] = [_members(path, node) for path, node in nodes.items()]
     parse(result.tree)
@@ -77,7 +78,8 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
 
 
 def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
-    """Lower amounts that exceed the same limit of a node above; yields the paths."""
+    """Lower amounts that exceed the same limit of a node above, and remove limits that a limit of another period
+    above keeps from being reached; yields the paths."""
     for path, node in nodes.items():
         parts = path.split("/")
         for above in ("/".join(parts[:level]) for level in range(1, len(parts))):
@@ -86,6 +88,21 @@ def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
                 if node[kind] > parent[kind]:
                     node[kind] = parent[kind]
                     yield path
+            limits = _limits(parent).values()
+            for kind, limit in _limits(node).items():
+                if any(map(limit.is_never_reached_below, limits)):
+                    del node[kind]
+                    yield path
+
+
+def _limits(amounts: Mapping[Kind, float]) -> dict[Kind, Limit]:
+    """The limits with a rate among `amounts`, which need not be valid."""
+    made: Callable[..., Limit] = Limit.model_construct
+    return {
+        (unit, per): made(per=per, **{unit: amount})
+        for (unit, per), amount in amounts.items()
+        if per in _PER.values()
+    }
 
 
 def _wildcards(path: str) -> list[str]:

@@ -77,6 +77,10 @@ def tree(*nodes: dict[str, Any]) -> Tree:
         {"nodes": [node("*", limits=[LIMIT]), node("acme/a", limits=[{**LIMIT, "tokens": 1001}])]},
         "node acme/a: its limit of 1001 tokens per 1m is above the limit of acme, 1000",
     ),
+    "a limit that one of another period precedes": (
+        {"nodes": [node(limits=[LIMIT]), node("acme/a", limits=[{"prompt_tokens": 1001, "per": "1s"}])]},
+        "node acme/a: its limit of 1001 prompt_tokens per 1s is never reached: acme has a limit of 1000 tok",
+    ),
     "more in flight than above": (
         {"nodes": [node(max_parallel_requests=5), node("acme/a", max_parallel_requests=6)]},
         "node acme/a: its limit of 6 max_parallel_requests is above the limit of acme, 5",
@@ -94,6 +98,13 @@ def tree(*nodes: dict[str, Any]) -> Tree:
 })  # fmt: skip
 def test_a_fault_in_tenants_names_the_node(section: dict[str, Any], told: str) -> None:
     assert told in fault({"tenants": section})
+
+
+@pytest.mark.parametrize("limit", [
+    {"tokens": 999, "per": "1s"}, {"tokens": 1_440_000, "per": "1d"}, {"requests": 1001, "per": "1s"},
+])  # fmt: skip
+def test_a_limit_below_one_of_another_period_may_be_faster_or_larger(limit: dict[str, Any]) -> None:
+    assert len(tree(node(limits=[LIMIT]), node("acme/a", limits=[limit])).nodes) == 2
 
 
 def test_tenants_need_flows() -> None:

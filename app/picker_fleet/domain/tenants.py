@@ -6,6 +6,7 @@ its own (`acme/*`), and a path of `*` alone for every node of its level (`*/*`).
 and charge requests by these nodes (lua/lib/tenants.lua).
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, Self
@@ -58,6 +59,9 @@ class Limit(Section):
             raise ValueError(f"a limit needs exactly one of {', '.join(_UNITS)}; it has {given}")
         return self
 
+    def __str__(self) -> str:
+        return f"{self.amount} {self.unit} per {self.per}"
+
     @property
     def unit(self) -> Unit:
         return next(unit for unit in _UNITS if getattr(self, unit) is not None)
@@ -74,6 +78,12 @@ class Limit(Section):
     @property
     def most_at_once(self) -> int:
         return self.amount if self.burst is None else self.burst
+
+    def is_never_reached_below(self, above: "Limit") -> bool:
+        """Whether requests reach the limit `above`, of a node above, first: its rate and burst are lower."""
+        counts_all = above.unit == self.unit or (above.unit == "tokens" and self.unit != "requests")
+        is_faster = self.amount * above.per_ms > above.amount * self.per_ms
+        return counts_all and is_faster and self.most_at_once > above.most_at_once
 
 
 class Budget(Section):
@@ -303,5 +313,9 @@ class Tree:
             for what, amount in own.items():
                 if amount > others.get(what, amount):
                     told = f"its limit of {amount} {what} is above the limit of {above}, {others[what]}"
+                    return f"node {node.path}: {told}"
+            for limit, other in itertools.product(node.limits, () if parent is None else parent.limits):
+                if limit.is_never_reached_below(other):
+                    told = f"its limit of {limit} is never reached: {above} has a limit of {other}"
                     return f"node {node.path}: {told}"
         return ""
