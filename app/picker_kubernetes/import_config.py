@@ -40,6 +40,7 @@ SCORERS: Mapping[str, str] = {
     "session-affinity-scorer": "session-affinity",
     "latency-scorer": "latency",
     "predicted-latency-scorer": "latency",
+    "pd-slo-pair-optimizer": "slo-headroom",
     "random-picker": "random",
 }
 # Plugin type -> parameters that are imported or have a remark of their own.
@@ -54,6 +55,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
         *("deciderPluginName", "prefillDeciderPluginName", "encodeDeciderPluginName"),
     ),
     "pd-profile-handler": ("decodeProfile", "prefillProfile", "deciderPluginName", "threshold"),
+    "pd-slo-profile-handler": ("decodeProfile", "prefillProfile"),
     "prefix-based-pd-decider": ("nonCachedTokens",),
     "disagg-headers-handler": ("prefillProfile", "encodeProfile"),
     "prefill-header-handler": ("prefillProfile",),
@@ -83,15 +85,24 @@ BUILT_IN: frozenset[str] = frozenset({
     *_LABEL_FILTERS, *_ORDERINGS, *_FAIRNESS, _DETECTOR, "concurrency-detector",
     "header-based-testing-filter", "destination-endpoint-served-verifier",
 })  # fmt: skip
+# Plugin types without a counterpart -> what to use instead.
+_INSTEAD: Mapping[str, str] = {
+    "predicted-latency-producer": "the scorer latency measures times itself",
+    **dict.fromkeys(("latency-slo-admitter", "slo-headroom-tier-filter"), "add the scorer slo-headroom"),
+    **dict.fromkeys(("token-producer", "precise-prefix-cache-producer"), "set scheduling.kv_events_port"),
+    "no-hit-lru-scorer": "add the scorer in-flight",
+    "context-length-aware": "give each range of lengths a pool of its own (pools)",
+    "program-aware-fairness": "set fair_request_queue.fairness weighted-fair",
+}
 # Section of the file (`[]` follows a list) -> keys that are imported or have a remark of their own.
 _KEYS: Mapping[str, frozenset[str]] = {
     where: frozenset(keys.split())
     for where, keys in {
         "": (
             "apiVersion kind metadata featureGates plugins schedulingProfiles dataLayer data "
-            "saturationDetector flowControl requestHandler parser"
+            "saturationDetector flowControl requestHandler parser profileHandler"
         ),
-        "plugins[]": "name type parameters",
+        **dict.fromkeys(("plugins[]", "profileHandler"), "name type parameters"),
         "schedulingProfiles[]": "name plugins",
         "schedulingProfiles[].plugins[]": "pluginRef weight",
         "dataLayer": "injectDefaults sources",
@@ -157,7 +168,8 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     for name, (kind, parameters) in plugins.items():
         where = f"plugins: {name} (type {kind})"
         if kind not in SCORERS and kind not in BUILT_IN and kind not in _PICKERS:
-            result.remarks.append(f"{where} has no counterpart")
+            instead = f"; {_INSTEAD[kind]}" if kind in _INSTEAD else ""
+            result.remarks.append(f"{where} has no counterpart{instead}")
             continue
         if kind == "weighted-random-picker":
             result.remarks.append(f"{where}: this picker picks the best endpoint, not a random one")
@@ -183,8 +195,10 @@ def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None
 
 
 def _plugins(tree: Mapping[str, Any]) -> Plugins:
+    """The plugins by name; the guide of pd-slo-profile-handler has it in a section of its own."""
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    for number, entry in enumerate(listed(tree, "plugins")):
+    handler = [tree["profileHandler"]] if "profileHandler" in tree else []
+    for number, entry in enumerate([*listed(tree, "plugins"), *handler]):
         plugin = mapping(entry, f"plugins.{number}")
         kind = plugin.get("type")
         if not isinstance(kind, str) or not kind:

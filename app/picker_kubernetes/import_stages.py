@@ -11,7 +11,8 @@ from typing import Any
 from picker_fleet.domain.errors import ConfigError
 from picker_kubernetes.import_result import Imported, mapping, mappings
 
-HANDLERS = ("disagg-profile-handler", "pd-profile-handler")
+_OLDER = ("pd-profile-handler", "pd-slo-profile-handler")
+HANDLERS = ("disagg-profile-handler", *_OLDER)
 _NEVER_TOKENS = 1_000_000_000  # a threshold that no prompt exceeds
 
 Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
@@ -46,7 +47,7 @@ def handler(plugins: Plugins, result: Imported) -> Handler | None:
                 _decided(deciders.get("prefill"), plugins, result),
                 str(profiles.get("encode") or "encode") if deciders.get("encode") else "",
             )
-        if kind == "pd-profile-handler":
+        if kind in _OLDER:
             decider = parameters.get("deciderPluginName")
             return Handler(
                 str(parameters.get("decodeProfile") or "decode"),
@@ -57,7 +58,7 @@ def handler(plugins: Plugins, result: Imported) -> Handler | None:
 
 
 def _old(parameters: Mapping[str, Any], plugins: Plugins, result: Imported) -> int | None:
-    """The threshold of a `pd-profile-handler` without `deciderPluginName`: earlier versions have `threshold`,
+    """The threshold of an older handler without `deciderPluginName`: earlier versions have `threshold`,
     later ones a decider's default name."""
     if "threshold" in parameters:
         return max(_tokens(parameters["threshold"], "threshold") - 1, 0)

@@ -78,8 +78,8 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
 
 
 def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
-    """Lower amounts that exceed the same limit of a node above, and remove limits that a limit of another period
-    above keeps from being reached; yields the paths."""
+    """Lower amounts that exceed the same limit of a node above, and remove limits that another limit above
+    keeps from being reached; yields the paths."""
     for path, node in nodes.items():
         parts = path.split("/")
         for above in ("/".join(parts[:level]) for level in range(1, len(parts))):

@@ -123,7 +123,7 @@ def test_remarks_name_plugins_and_keys_without_a_counterpart() -> None:
         plugins=[{"type": "token-producer", "name": "e"}, {"type": "vllmgrpc-parser", "name": "p"}],
         parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
     )  # fmt: skip
-    plugins = ("e (type token-producer)", "vllmgrpc-parser")
+    plugins = ("e (type token-producer) has no counterpart; set scheduling.kv_events_port", "vllmgrpc-parser")
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
@@ -175,7 +175,11 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() ->
 
 
 def staged(
-    prefill: list[Any], decode: list[Any], *plugins: dict[str, Any], encode: list[Any] | None = None
+    prefill: list[Any],
+    decode: list[Any],
+    *plugins: dict[str, Any],
+    encode: list[Any] | None = None,
+    **more: Any,
 ) -> Imported:
     """Import a file with `plugins` and two or three profiles, of names or pairs of name and weight."""
 
@@ -188,7 +192,7 @@ def staged(
     profiles = {"prefill": prefill, "decode": decode} | ({} if encode is None else {"encode": encode})
     return imported(plugins=list(plugins), schedulingProfiles=[
         {"name": name, "plugins": references(entries)} for name, entries in profiles.items()
-    ])  # fmt: skip
+    ], **more)  # fmt: skip
 
 
 BY_PREFIX, ALWAYS, OLD = "prefix-based-pd-decider", "always-disagg-pd-decider", "pd-profile-handler"
@@ -223,6 +227,24 @@ def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark()
     assert scheduling.prefill_weights == {"prefix-affinity": 1, "in-flight": 1}
     remark = "parameters of prefix-cache-affinity-filter (peakPrefillThroughput) have no counterpart"
     assert result.remarks == [f"plugins: {remark}"]
+
+
+def test_the_guide_of_llm_d_for_latency_objectives_of_both_stages_is_imported() -> None:
+    pair = {"type": "pd-slo-pair-optimizer", "parameters": {"ttftWeight": 0.8}}
+    kinds = ("prefill-header-handler", "prefill-filter", "decode-filter", "prefix-cache-scorer")
+    own = [("prefix-cache-scorer", 2), ("pd-slo-pair-optimizer", 3)]
+    handler = {"type": "pd-slo-profile-handler", "parameters": {"hashBlockSize": 16}}
+    result = staged(
+        ["prefill-filter", *own], ["decode-filter", *own], pair, *({"type": kind} for kind in kinds),
+        profileHandler=handler,
+    )  # fmt: skip
+    scheduling = parse(result.tree).scheduling
+    assert scheduling.weights == scheduling.prefill_weights == {"prefix-affinity": 2, "slo-headroom": 3}
+    assert scheduling.stages.threshold is None
+    assert result.remarks == [
+        "plugins: parameters of pd-slo-pair-optimizer (ttftWeight) have no counterpart",
+        "plugins: parameters of pd-slo-profile-handler (hashBlockSize) have no counterpart",
+    ]
 
 
 @cases("plugins, threshold", {
