@@ -10,7 +10,7 @@
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
 --   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown), the
 --   size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer), its usage
---   ('PROMPT,CACHED,ANSWER' tokens, '' unknown)
+--   ('PROMPT,CACHED,ANSWER' tokens, ',,ANSWER' at least as many, '' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'
@@ -78,8 +78,8 @@ local function settle(args)
       end
     end
     if settings.tenants and used ~= '' then
-      local prompt, cached, answer = string.match(used, '^(%d+),(%d+),(%d+)$')
-      if prompt then quotas.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
+      local prompt, cached, answer = string.match(used, '^(%d*),(%d*),(%d+)$')
+      if answer then quotas.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
     end
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end

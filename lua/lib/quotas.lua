@@ -360,11 +360,13 @@ do -- a chunk may have 200 locals
     if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant') end
   end
 
-  -- Correct the charge of a request by its usage. Later, the request's end finds nothing to refund.
+  -- Correct the charge of a request by its usage; with only an `answer`, raise the charge to at least that many tokens
+  -- of answer. Later, the request's end finds nothing to refund.
   local corrected, excess = nil, {} -- the request whose charge was corrected last; its usage beyond its charge
   function quotas.used(r, prompt, cached, answer)
     local found = charged_nodes(r)
-    if not found then return end
+    if not found or not (prompt and cached) and answer <= r.charged_answer then return end
+    if not (prompt and cached) then prompt, cached = r.charged_prompt, 0 end
     local charged, cost = amounts_of(r), prompt + answer
     excess.tokens, excess.prompt_tokens = cost - charged.tokens, prompt - charged.prompt_tokens
     excess.answer_tokens = answer - charged.answer_tokens

