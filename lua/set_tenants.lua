@@ -3,8 +3,8 @@
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
 -- node in `tenants`. A waiting request is charged once: if a node now charges at arrival, the request is charged now,
--- or evicted if the limit does not suffice. Each running request counts under a new bound; if more than MOST_COUNTED run
--- or wait, further calls count them.
+-- or evicted if the limit does not suffice. Each running request counts under a new bound; if there are more than
+-- MOST_COUNTED requests, further calls count them.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
