@@ -285,8 +285,9 @@ async def test_the_bootstrap_removes_a_prefill_header_of_another_name_as_well(tm
             await here.until_state(ready_backends=2)
             with edge(here, tmp_path / "edge", settings=own) as strangers:
                 async with http_client(strangers.url) as client:
-                    for name in (PREFILLER, "x-prefill-at", ENCODERS, "x-encode-at", *OF_SIDECAR):
+                    others = ("x-prefill-at", "x-encode-at", "x-picker-request-id")
+                    for name in (PREFILLER, ENCODERS, *others, *OF_SIDECAR):
                         assert await ask(client, SHORT, **{name: "127.0.0.1:1"}) == 200
-            assert servers.headers == [(SHORT, None)] * 7
-            assert servers.named_encoders == [[]] * 7
+            assert servers.headers == [(SHORT, None)] * 8
+            assert servers.named_encoders == [[]] * 8
             assert "127.0.0.1:1" not in servers.values

@@ -73,6 +73,26 @@ async def test_a_sweep_reclaims_the_oldest_requests_if_both_metrics_pages_lack_s
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
+async def test_an_answer_that_stops_in_its_middle_is_a_ghost_until_its_next_part(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+
+        async def renewed() -> set[str]:
+            a.gate.queue.renew_owned_streams(is_due=True)
+            await a.store.renew("other", None, "", "")  # Redis has handled the renewals before this call
+            return await counted(it)
+
+        await a.gate.admit(ask("r"), stream_owned=True)
+        a.gate.ledger.grow("r", 1)
+        await renewed()
+        await seen(it, "r", ago_s=4)
+        assert await renewed() == {"r"}
+        await report(it, 0, before=(1.0, 0))
+        assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 1
+        assert await renewed() == set()
+        a.gate.ledger.grow("r", 2)
+        assert await renewed() == {"r"}
+
+
 async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
+from picker_fleet.admission.ledger import Ledger
 from picker_fleet.domain.budgets import ByPool
 from picker_fleet.domain.config import Settings, parse
 from picker_fleet.domain.errors import ShuttingDown
@@ -38,6 +39,7 @@ class ScriptedGate:
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
+        self.ledger = Ledger(lambda: 0.0)
         self.open = asyncio.Event()
         self.open.set()
         self.asked = asyncio.Event()

@@ -126,7 +126,11 @@ async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
 async def test_a_periodic_log_entry_with_an_accounting_token_renews_the_lease() -> None:
     message = full()
     message.common_properties.access_log_type = accesslog_pb2.DownstreamPeriodic
-    assert await reported(batch(message)) == [Alive("from-picker", "10.0.0.1:8000", signed("from-picker"))]
+    message.response.response_body_bytes = 5
+    alive = Alive("from-picker", "10.0.0.1:8000", signed("from-picker"), answer_bytes=5)
+    assert await reported(batch(message)) == [alive]
+    message.response.response_code.value = 101  # a session may be idle for long
+    assert await reported(batch(message)) == [alive._replace(answer_bytes=0)]
 
 
 @pytest.mark.parametrize(("sent_kib", "renewed"), [(65, 0), (1024, 1)])

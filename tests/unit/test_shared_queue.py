@@ -204,6 +204,14 @@ async def test_access_log_entries_that_are_read_just_after_a_pause_renew_no_leas
     assert bench.store.alive == [("before", "token")]
 
 
+async def test_an_answer_that_stops_growing_renews_its_lease_every_other_time_and_without_token(
+    bench: Bench,
+) -> None:
+    for answer_bytes in (0, 0, 5, 5, 5, 9):
+        bench.gate.renew(Alive("r", E1, "token", answer_bytes=answer_bytes))
+    assert [token for _, token in bench.store.alive] == ["token", "token", "token", "", "token"]
+
+
 async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_again(bench: Bench) -> None:
     older = await bench.being_placed(QUEUED, PLACED)
 

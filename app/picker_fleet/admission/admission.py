@@ -270,8 +270,12 @@ class Admission:
         self.ledger.see(alive)
         if self.failover.outage is not None:
             self.failover.outage.see(alive)
-        if self.failover.state is not FailoverState.LOCAL:
-            self._reports.renew(alive)
+        entry, leases = self.ledger.get(alive.id), self._fleet.config.settings.leases
+        token: str | None = alive.accounting_token
+        if entry is not None and leases.inflight >= 3 * leases.access_log_interval:
+            token = entry.renewal(alive.accounting_token)
+        if token is not None and self.failover.state is not FailoverState.LOCAL:
+            self._reports.renew(alive._replace(accounting_token=token))
 
     def prefilled(self, request_id: str) -> None:
         """The answer of a split request has begun: its prefill endpoint is free for another request. Returns

@@ -60,7 +60,7 @@ class Entry(msgspec.Struct, eq=False):
     the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
     `confirmed`. unread: the endpoint has sent its answer, but the client may not have read it. published: the
     epoch of the shared state that has the tombstone. restored: another replica restored the request after
-    its end.
+    its end. answer_bytes: bytes of the answer so far; silences: lease renewals due since the answer grew.
     """
 
     id: str
@@ -82,6 +82,8 @@ class Entry(msgspec.Struct, eq=False):
     withdrawn: bool = False
     published: str = ""
     restored: bool = False
+    answer_bytes: int = 0
+    silences: int = 0
 
     @property
     def running(self) -> bool:
@@ -91,6 +93,17 @@ class Entry(msgspec.Struct, eq=False):
     def is_local(self) -> bool:
         """Whether the request runs, and this replica placed it without Redis in the present outage."""
         return self.phase is Phase.PLACED and self.local_cost is not None
+
+    def renewal(self, token: str) -> str | None:
+        """The accounting token to send with a renewal that is due, `token` or ''; None: do not renew.
+
+        If an answer has begun but has stopped growing, its endpoint may have finished while the client does
+        not read. Renew such a lease only every other time, so that a metrics page can prove the end; and
+        without token, so that the renewal does not restore the request.
+        """
+        silences = self.silences
+        self.silences += self.answer_bytes > 0
+        return None if silences % 2 else token if silences == 0 else ""
 
     @property
     def cost(self) -> float:
@@ -179,8 +192,15 @@ class Ledger:
         entry.journaled = entry.journaled or self.in_outage
         if entry.phase is Phase.SEEN:
             entry.token, entry.served = alive.accounting_token, alive.served or ""
+        self.grow(alive.id, alive.answer_bytes)
         self._entries.move_to_end(alive.id)
         self._forget(entry.seen_s)
+
+    def grow(self, request_id: str, answer_bytes: int) -> None:
+        """Record that the endpoint has sent `answer_bytes` of its answer so far."""
+        entry = self._entries.get(request_id)
+        if entry is not None and answer_bytes > entry.answer_bytes:
+            entry.answer_bytes, entry.silences = answer_bytes, 0
 
     def answer(self, completion: Completion) -> None:
         """Record that the endpoint has sent its whole answer to a request that may still run here."""

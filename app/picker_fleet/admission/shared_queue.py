@@ -471,11 +471,13 @@ class SharedQueue:
             _notify(waiter.notification, verdict)
         return verdict is not None
 
-    def renew_owned_streams(self) -> list[asyncio.Future[Renewal]]:
-        """Renew the lease of every owned stream. The caller need not await the answers."""
+    def renew_owned_streams(self, *, is_due: bool = False) -> list[asyncio.Future[Renewal]]:
+        """Renew the lease of every owned stream; if the renewal `is_due`, only as `Entry.renewal` says. The
+        caller need not await the answers."""
         answers = [
-            self._store.renew(entry.id, entry.attempt, entry.endpoint, entry.token)
+            self._store.renew(entry.id, entry.attempt, entry.endpoint, token)
             for entry in self._ledger.owned()
+            if (token := entry.renewal(entry.token) if is_due else entry.token) is not None
         ]
         for answer in answers:
             ignore_loss(answer)

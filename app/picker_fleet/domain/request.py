@@ -198,12 +198,14 @@ class Fault(NamedTuple):
 
 class Alive(NamedTuple):
     """A lease renewal of a request in flight. `accounting_token`, '' if unknown, can restore a lost
-    record. `is_prefilled`: the request is split, and its answer has begun."""
+    record. `is_prefilled`: the request is split, and its answer has begun. `answer_bytes`: bytes of the
+    answer so far."""
 
     id: str
     served: str | None
     accounting_token: str
     is_prefilled: bool = False
+    answer_bytes: int = 0
 
 
 def largest_claim(share: float, bound: float) -> float:

@@ -304,7 +304,7 @@ class Membership:
         while True:
             await asyncio.sleep(self._leases.inflight / _RENEWALS)
             await self._queue.pause_detector.wait_for_backlog()
-            self._queue.renew_owned_streams()
+            self._queue.renew_owned_streams(is_due=True)
 
     # Heartbeats
 

@@ -222,7 +222,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
             accounting_token.prefill_of(token)[0] != ""
             and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
         )
-        return Alive(request_id, served, token, is_prefilled)
+        sent_bytes = entry.response.response_body_bytes if status == 200 else 0  # not of a session (101)
+        return Alive(request_id, served, token, is_prefilled, sent_bytes)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
     cached_tokens = None

@@ -506,6 +506,8 @@ class Response:
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
         decoded = self._usage.add(body) if body else b""  # most answers end with an empty chunk
+        if body and self._status == 200 and self._decision.request is not None:
+            self._gate.ledger.grow(self._decision.request.id, self._usage.total)
         if self._ttft_s is None and body:
             self._ttft_s = self._clock() - self._decision.placed_s
             if self._placement is not None and self._placement.prefillers:
