@@ -133,6 +133,13 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
         f"topped_up acme/search/k2 budget day 40, +1, {starts('s2')}",
         None,
     ),
+    "a replica charges a limit that Redis has lost": (
+        f"topped_up acme tokens 60000 -20, +3, {starts('s')}", "acme is charged 15 tokens"
+    ),
+    "a replica charges a budget that Redis has lost": (
+        f"topped_up acme/search/k2 budget day -35, {starts('s2')}",
+        "acme/search/k2 is charged 15 units",
+    ),
     "nodes lose their limits while a request waits": (
         "charged r arrival 5 10 15, queued r, tenant acme, tenant acme/*, tenant */*/*, granted r, placed r",
         None,

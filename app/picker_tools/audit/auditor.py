@@ -102,6 +102,9 @@ class Auditor:
         """The findings on all entries so far. Do not call `take` after this call."""
         self._close()
         remarks = list(self._remarks)
+        # Without tenants there is no finding on quotas.
+        found = self._findings.values()
+        shown = [each for each in found if each.checked or each.broken or each.promise != Quotas.PROMISE]
         if self._first is not None and not self._from_start:
             remarks.insert(0, f"begins at entry {self._first.seq}: requests that began before are ignored")
         if self._first is not None and not self._replay.settled:
@@ -114,17 +117,12 @@ class Auditor:
             last_seq=self._newest.seq if self._newest else None,
             open_at_end=len(self._replay.requests),
             remarks=tuple(remarks),
-            findings=(*filter(_is_shown, self._findings.values()), self._log),
+            findings=(*shown, self._log),
         )
 
     def _close(self) -> None:
         for check in self._checks:
             check.close()
-
-
-def _is_shown(finding: Finding) -> bool:
-    """Whether a report has this finding; without tenants there is none on quotas."""
-    return finding.promise != Quotas.PROMISE or finding.checked > 0 or finding.broken > 0
 
 
 def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> Report:

@@ -8,7 +8,7 @@ and a request may start if its units and they are at most `burst`. All buckets a
   nodes that demote.
 - `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
 - `refunded`: a request was not served, or returned to the queue.
-- `topped_up`: an operator lowered the used part of a limit or budget.
+- `topped_up`: an operator lowered the used part of a limit or budget; a replica raised it after a loss.
 
 A request counts once, however often it is retried or adopted: a second charge, refund or usage is a
 violation, and so is a request that starts without a charge. If the log begins midway, nothing is owed at its
@@ -142,7 +142,7 @@ class Quotas(Check):
             self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
             for phase in charge.in_force:
-                for path, node in self._path(entry):
+                for path, node in self._path(entry.flow):
                     if charge.includes(node, phase):
                         self._count(path, -1)
 
@@ -183,7 +183,7 @@ class Quotas(Check):
         charge.tokens = tokens
         if demoted and phase == _ARRIVAL and is_new:
             self._check_demotion(entry, tokens)
-        for path, node in self._path(entry):
+        for path, node in self._path(entry.flow):
             if charge.includes(node, phase):
                 self._finding.checked += 1
                 for name, amount, left, most in self._balances(path, node, entry, tokens):
@@ -205,7 +205,7 @@ class Quotas(Check):
             self._finding.add(what, entry)
         short = (
             amount > left - _ROUNDING - _RELATIVE * most
-            for path, node in self._path(entry)
+            for path, node in self._path(entry.flow)
             if node.over_limit == DEMOTE
             for _, amount, left, most in self._balances(path, node, entry, tokens)
         )
@@ -260,13 +260,12 @@ class Quotas(Check):
         path, unit, per, amount = (entry.note.split(BETWEEN) + [""] * 4)[:4]
         (by,) = _numbers(entry, [amount], 1)
         if unit == "budget":
-            number, spent = self._spent.get((path, per), (0, 0.0))
-            self._spent[path, per] = number, max(0.0, spent - by)
-        else:
-            (per_ms,) = _numbers(entry, [per], 1)
-            units, at_ms, empty_ms = self._owed.get((path, unit, per_ms), (0.0, 0.0, 0.0))
-            # The leak since `at_ms` is subtracted later, with the same result.
-            self._owed[path, unit, per_ms] = max(0.0, units - by), at_ms, empty_ms
+            self._spend(path, per, entry, -by)
+            return
+        (per_ms,) = _numbers(entry, [per], 1)
+        for limit in dict(self._path(path))[path].limits:
+            if (limit.unit, limit.per_ms) == (unit, per_ms):
+                self._owe(path, limit, entry, -by)
 
     def _use(self, entry: Entry) -> None:
         prompt, cached, answer, units = _numbers(entry, entry.note.split(), 4)
@@ -292,21 +291,24 @@ class Quotas(Check):
         def change(unit: str) -> float:
             return (tokens.of(unit) if tokens else 0.0) - (former.of(unit) if former else 0.0)
 
-        for path, node in self._path(entry):
+        for path, node in self._path(entry.flow):
             if not charge.includes(node, phase):
                 continue
             for limit in node.limits:
-                owed = max(0.0, self._owed_now(path, limit, entry) + change(limit.unit))
-                now_ms = entry.time_us / 1000
-                empty_ms = now_ms + owed * limit.per_ms / limit.amount
-                self._owed[path, limit.unit, limit.per_ms] = owed, now_ms, empty_ms
+                self._owe(path, limit, entry, change(limit.unit))
             if node.budget is not None:
-                period, number = node.budget.period, _number(node.budget.period, entry.time_us)
-                before, spent = self._spent.get((path, period), (0, 0.0))
-                spent = (spent if before == number else 0.0) + change("units")
-                self._spent[path, period] = number, max(0.0, spent)
+                self._spend(path, node.budget.period, entry, change("units"))
             if (tokens is None or former is None) and charge.end is None:
                 self._count(path, 1 if former is None else -1)
+
+    def _owe(self, path: str, limit: Limit, entry: Entry, change: float) -> None:
+        owed, now_ms = max(0.0, self._owed_now(path, limit, entry) + change), entry.time_us / 1000
+        self._owed[path, limit.unit, limit.per_ms] = owed, now_ms, now_ms + owed * limit.per_ms / limit.amount
+
+    def _spend(self, path: str, period: str, entry: Entry, change: float) -> None:
+        number = _number(period, entry.time_us)
+        before, spent = self._spent.get((path, period), (number, 0.0))
+        self._spent[path, period] = number, max(0.0, (spent if before == number else 0.0) + change)
 
     def _count_all(self) -> None:
         """Count the requests in flight of each node anew, as the scripts do after a change of nodes."""
@@ -314,7 +316,7 @@ class Quotas(Check):
         self._parallel.clear()
         for charge in self._charges.values():
             for phase in charge.in_force if charge.end is None else ():
-                for path, node in self._path(charge.first):
+                for path, node in self._path(charge.first.flow):
                     if charge.includes(node, phase):
                         self._parallel[path] += 1
 
@@ -324,13 +326,13 @@ class Quotas(Check):
             del self._parallel[path]
 
     def _has_quota(self, entry: Entry) -> bool:
-        return any(node.has_quota for _, node in self._path(entry))
+        return any(node.has_quota for _, node in self._path(entry.flow))
 
-    def _path(self, entry: Entry) -> Iterator[tuple[str, Node]]:
-        """The path and settings of each node of the entry's flow."""
+    def _path(self, flow: str) -> Iterator[tuple[str, Node]]:
+        """The path and settings of each node of `flow`."""
         tenants = self._replay.rules.tenants if self._replay.rules else None
         if tenants is not None:
-            for path in ancestry(entry.flow, tenants.separator):
+            for path in ancestry(flow, tenants.separator):
                 yield path, self._replay.nodes.find(path, tenants.separator)
 
 
