@@ -54,7 +54,10 @@ local function place_granted(r, candidates, split, turn, picks)
   queue.charge_band(r, -r.cost)
   record.put(r)
   log_event('requeued', r, tag)
-  if settings.tenants then quotas.start(r, -1) end
+  if settings.tenants then
+    quotas.start(r, -1)
+    queue.end_waits() -- now, so that this refund does not put the flow queue in order once it is throttled
+  end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
     if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end

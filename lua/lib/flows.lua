@@ -475,7 +475,8 @@ do
     if read('HLEN', key.blockers) == 0 then return end
     for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do
-        local waiting, flow_queue = throttle.first_waiting(band, address)
+        local waiting = key.blocked[band][address]
+        local flow_queue = read('ZRANGE', waiting, 0, 0)[1]
         if not flow_queue then break end
         if queue.unthrottle(band, flow_queue) then return end
         if read('ZSCORE', waiting, flow_queue) then drop_stray('ZREM', waiting, flow_queue) end

@@ -470,6 +470,8 @@ do -- a chunk may have 200 locals
         end
       end
     end
+    for i = 1, eased_count do eased[i].eased_in = nil end
+    eased_count = 0
     if next_wake_ms and now_ms < next_wake_ms then return due end
     for _, name in ipairs(read('ZRANGEBYSCORE', key.budget_waits, '-inf', now_ms, 'LIMIT', 0, MOST_DUE)) do
       defer_write('ZREM', key.budget_waits, name)

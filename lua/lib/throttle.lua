@@ -42,12 +42,6 @@ do
     defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
 
-  -- Return the key of the flow queues that wait for an endpoint, and the first such flow queue (nil if none waits).
-  function throttle.first_waiting(band, address)
-    local waiting = key.blocked[band][address]
-    return waiting, read('ZRANGE', waiting, 0, 0)[1]
-  end
-
   -- Call `act(band, flow_queue, waiting)` for each endpoint that a flow queue waits for; `waiting` is the key of the
   -- flow queues that wait for the endpoint.
   function throttle.each_waiting(act)

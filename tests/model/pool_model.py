@@ -393,6 +393,7 @@ class PoolModel:
         self._log("requeued", r.id)
         if self.has_tenants:
             self.quotas.send_back(r.id, r.cost)
+            self._end_waits()
         if not closed or closed[0].startswith("=") or self.places() > 1e-6:
             if self.queue.is_in_order(r):
                 self.queue.throttle(r, r.flow_queue)

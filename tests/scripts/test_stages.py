@@ -114,6 +114,18 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.prefill_counts() == {"p:1": 1}
 
 
+def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_room(staged: StagedPool) -> None:
+    limits = {"prefill_caps": {"p:1": 1}, "tenants": {"separator": "/"}}
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10, lower_per=10, **limits)
+    staged.call("set_tenants", "a", "tenants", "*", '{"max_parallel": 9}')
+    staged.split("r1")
+    assert staged.admit("waits", prefill="*")[0] == "queued"
+    assert staged.place("waits")[0] == "queued"  # refunds its charge
+    assert staged.place("waits") == ["gone"]
+    staged.prefilled("r1")
+    assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
+
+
 def test_a_draining_endpoint_that_only_prefills_gets_no_further_request(staged: StagedPool) -> None:
     endpoint = Endpoint("p:1", prefills=True, decodes=False)
     staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)
