@@ -51,7 +51,7 @@ _SERVERS = 8
 _PAGE_S = 0.5  # seconds between two readings of a metrics page
 _ATTAINED = 0.9  # share of requests that must meet both objectives
 _SEEDS = (1, 2, 3)
-_STEP, _HALVINGS = 1.15, 6  # ratio of neighbouring rates of the search; halvings of the last interval
+_STEP, _HALVINGS = 1.15, 6  # the search raises the rate by this factor, then halves so often
 _NEVER = 1_000_000  # a threshold that no prompt exceeds
 
 
@@ -90,7 +90,7 @@ def _mixed(dice: random.Random) -> tuple[int, int]:
 
 # A long prompt alone takes 0.63 s, and each further token 0.022 s. The strict objectives are 3 and 1.5 times
 # as long, as Splitwise has for 90 % of requests (Patel et al., ISCA 2024, table VI). The relaxed objectives
-# are DistServe's for summarization; those of `short`, DistServe's for a chatbot with OPT-13B (table 1).
+# are DistServe's for summarization; for `short`, DistServe's for a chatbot with OPT-13B (table 1).
 _STRICT_S = 1.9, 0.033
 CASES = {
     "long-strict": Case(_long, *_STRICT_S, per_s=3.3, thresholds=(0, _NEVER)),
@@ -101,7 +101,7 @@ CASES = {
 
 
 class _Routes(RouteStream):
-    """Learns its own observations at once instead of by the shared stream."""
+    """A RouteStream that learns its own observations at once, not from the shared stream."""
 
     def add(self, record: Ending) -> None:
         if isinstance(record, ObservationRecord):

@@ -99,7 +99,7 @@ local function heartbeat(args)
   local was_known = (was_silent or is_info_lost) and 0 or 1
   defer_write('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
-  -- Drop the cursor of a sweep that has begun to orphan the replica's requests: the next scan must start anew.
+  -- Drop the cursor of a sweep that has begun to orphan the replica's requests: the next scan must restart.
   if was_silent then
     defer_write('HDEL', key.orphan_cursors, owner)
     if args[6] then pool.note_possible_loss() end -- the replica is not new: it may report lost records

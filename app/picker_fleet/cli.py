@@ -136,7 +136,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _faults_of_files(settings: "Settings") -> Iterator[str]:
-    """What is wrong with the files of endpoints and tenants that `settings` name."""
+    """The faults in the files of endpoints and tenants that `settings` name."""
     from picker_fleet.endpoints.discovery import WatchedFile, source_of
     from picker_fleet.fleet.tenant_nodes import nodes_file
 

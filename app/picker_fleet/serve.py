@@ -223,7 +223,7 @@ def new_incarnation() -> str:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 # This threshold is larger than most request bodies, and smaller than bodies that fill a replica's memory.
 _LARGE_BLOCK_BYTES = 512 * 1024
-_KEPT_BYTES = 8 * 1024 * 1024  # most free memory that the heap keeps at its end
+_KEPT_BYTES = 8 * 1024 * 1024  # maximum free memory that the heap keeps at its end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

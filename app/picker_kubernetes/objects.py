@@ -219,7 +219,7 @@ _KINDS: Final = (
 
 
 class _Sent(NamedTuple):
-    """A condition sent for the object created at `created`. `refused`: another manager owns the condition."""
+    """A condition sent for an object with creation time `created`. `refused`: another manager owns it."""
 
     created: str
     condition: _Condition

@@ -134,7 +134,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
 
 
 def without_scraping(*arguments: str) -> list[str]:
-    """Command line of a replica that does not scrape; `arguments` are those of the program `picker`."""
+    """Command line of a replica that does not scrape; `arguments` go to the program `picker`."""
     return [sys.executable, "-m", "bench.large_pool.child", "replica", *arguments]
 
 
@@ -220,7 +220,7 @@ class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
     costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # by round: small and large pool
     calls: dict[str, int] = field(default_factory=dict)  # number of API calls by a key such as `list pods`
-    hits: tuple[Hits, Hits] | None = None  # looking at a part; at all
+    hits: tuple[Hits, Hits] | None = None  # with sampled endpoints; with all endpoints
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from picker_fleet.scheduling.endpoint_history import block_hashes
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.accounting_token import Keyring
 
-SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # weights in the chart's flags
+SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # scorer weights in the Helm chart
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000

@@ -10,7 +10,7 @@ import numpy
 _CALLS_A_REPLICA = 4
 _PUBLISHED_A_SCRAPER = 2.5
 _SCRAPERS = 8
-_TOLD = 256  # most replicas in a reply of the scripts `state` and `view_replicas`
+_TOLD = 256  # maximum replicas in a reply of the scripts `state` and `view_replicas`
 _SETTLE_DELAY_S = 0.002  # seconds that completions wait to share a call (state/batching.py)
 _MAX_BATCH = 16
 

@@ -41,7 +41,7 @@ def measure_lifecycle(
     because delays by the machine occur in only one round.
 
     With the policy `fcfs`, later rounds replay the recorded commands. With other policies a replay could
-    serve other requests, so later rounds make the calls anew. `with_upkeep`: whether to measure upkeep.
+    serve other requests, so later rounds repeat the calls. `with_upkeep`: whether to measure upkeep.
     `placed`: whether grants place requests.
     """
     warm_up = 100 * BATCH

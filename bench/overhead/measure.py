@@ -93,7 +93,7 @@ class Readings:
         return [of(a) / of(b) for a, b in pairs]
 
     def rows(self, case: str, none: str) -> list[list[str]]:
-        """Rows of the table, one per target: medians of the rounds; latencies minus those of target
+        """Rows of the table, one per target: medians of the rounds; latencies minus the latency of target
         `none`."""
         found = []
         for name, readings in self.by_case[case].items():

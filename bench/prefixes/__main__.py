@@ -2,7 +2,7 @@
 caches, and writes prefixes.md.
 
 Runs a replica's chooser, the script's formula for the choice among candidates, and the simulator's engines in
-this process, in simulated time. Only the engines know what they have cached; hits are by their own counters.
+this process, in simulated time. Only the engines know their caches; their own counters give the hits.
 """
 
 import heapq

@@ -185,7 +185,7 @@ do
     return false
   end
 
-  -- Called if the number of records differs from that of leases and timers. Compare the three keys with the counters
+  -- Called if the numbers of records, leases and timers differ. Compare the three keys with the counters
   -- and return the lost key; nil if no counter is higher, since strays then cause the difference.
   local function lost_of_requests()
     local queued, stock = 0, 0

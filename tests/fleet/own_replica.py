@@ -94,7 +94,7 @@ async def served(
 ) -> AsyncIterator[Replica]:
     """Run `COMMAND serve` with one model server; kill the replica at the end.
 
-    `config` adds configuration sections, `options` are those of subprocess.Popen.
+    `config` adds configuration sections, `options` go to subprocess.Popen.
     """
     async with serving() as page:
         tree = {

@@ -40,10 +40,10 @@ class Servers:
         self.decoders: list[str] = []
         self.prefillers: list[str] = []
         self.encoders: list[str] = []
-        self.named_encoders: list[list[str]] = []  # named by each request to a decode server
+        self.named_encoders: list[list[str]] = []  # for each request to a decode server: its encoders
         self.encoded = 0  # images
         self.values: set[str] = set()  # header values that reached decode servers
-        self.headers: list[tuple[str, str | None]] = []  # sent with each request to a decode server
+        self.headers: list[tuple[str, str | None]] = []  # headers of each request to a decode server
         self.prefilled = self.fallbacks = 0
         self.prefill_s = 0.01
         self._http = http_client(timeout=5.0)

@@ -29,7 +29,7 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port
 BASE = "llama"
 ADAPTERS = ("adapter-a", "adapter-b")
 MAX_TOKENS = 2048  # limit for prompt and answer together
-PLACES = 4  # most requests that a server runs at once
+PLACES = 4  # maximum requests that a server runs at once
 
 _VLLM, _TORCH = "0.32.0", "2.13.0"
 _HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # 64 is the smallest head size of vLLM on the CPU

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
 TIMERS_LIMIT = 24
-CHUNK = 32  # the most requests of one kind that a sweep handles
+CHUNK = 32  # maximum requests of one kind that a sweep handles
 DOWN_MS = 10_000
 SMALLEST = 1e-9  # smallest value of a smoothed figure
 # Ends after which a tenant's charge is refunded.
@@ -78,7 +78,7 @@ class PoolModel:
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
-        self._suspected: list[str] = []  # endpoints of suspect requests, as of the last sweep
+        self._suspected: list[str] = []  # endpoints that had suspect requests at the last sweep
         self._caller = ""
         self._notifications: list[str] = []
         # The nodes of tenants as set: by kind, path -> JSON; nodes in force replace `tenants`.

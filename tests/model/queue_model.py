@@ -211,7 +211,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # An empty text stands for the signing keys, which the model lacks; the time comes next.
+        # The first '' replaces the signing keys, which the model does not have; the time follows.
         reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
@@ -452,7 +452,7 @@ class QueueModel(PoolModel):
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*" and not item.prefill
-            self._withdraw_notification(r)  # an earlier request with this id left it
+            self._withdraw_notification(r)  # an earlier request with this id left the notification
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)

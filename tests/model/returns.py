@@ -121,8 +121,8 @@ class World:
     """The `replicas`, each of which may lose Redis up to `outs` times, and one request, which is renewed up
     to `signs` times. With `patient`, a replica restores requests only after each peer has reported its
     completions or has no Redis; without `patient`, this wait may time out at any time. If `unread`, the
-    answer may be complete before its client has read it. Redis may lose all data `losses` times. With the
-    argument `whole`, a resync is one step, between heartbeats of all replicas.
+    answer may be complete before its client has read it. Redis may lose all data `losses` times. With
+    `whole`, a resync is one indivisible step between heartbeats of all replicas.
     """
 
     def __init__(

@@ -197,7 +197,7 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     prompt_tokens=st.sampled_from([0.0, 3.0, 8.0, 30.0]),
     answer_tokens=st.sampled_from([1.0, 4.0]),
 )
-# The stream's number, for how many ms `edf` serves the request early, and the body's digest.
+# NUMBER-EARLY.DIGEST: the stream's number, the ms by which `edf` serves early, the body's digest.
 attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)

@@ -41,7 +41,7 @@ def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: Scri
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, burst=20)]}}, **ROOMY, guard_share=1.0)
     text = "{flow}{n} flow={flow} prompt_tokens=9 answer_tokens=1 ttl_ms=600"
     pool.admit(many(text.replace("{flow}", "a/x"), 4))
-    assert pool.granted == []  # two were placed at once
+    assert pool.granted == []  # two requests were placed at once
     assert pool.admit("b0 flow=b") == ["placed e1 2"]
     pool.passes(99)
     pool.beat()
@@ -149,7 +149,7 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
         return pool.model.quotas.balances["a\x1frequests:60000"][0]
 
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
-    assert change("reject") == 3  # counts two and three, which wait; four exceeds the limit
+    assert change("reject") == 3  # counts the waiting requests two and three; request four exceeds the limit
     assert "evicted four " in pool.events
     assert change("queue") == 1
     assert pool.end("one") == ["two"]

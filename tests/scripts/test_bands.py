@@ -10,7 +10,7 @@ from direct_calls import DirectPool, arrival
 from picker_fleet.domain.bands import Bands
 from picker_fleet.state import schema
 
-OTHERS = 61  # the most dynamic bands, in addition to the three named bands
+OTHERS = 61  # maximum dynamic bands, in addition to the three named bands
 
 
 def lengths_of(pool: DirectPool) -> dict[int, int]:

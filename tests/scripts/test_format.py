@@ -119,7 +119,7 @@ async def test_a_replica_leaves_a_pool_whose_format_changes_and_joins_again_once
         for part in ("has format 2", "reads and writes format 1", f"epp:{{{it.pool}}}:*", "another pool"):
             assert part in a.membership.refusal
         assert (a.membership.pulse, a.cell.current.endpoints) == (None, ())
-        # The replica logs the refusal once, however often it calls, and does not change the pool.
+        # Three more heartbeats log no further refusal, and do not change the pool.
         await it.redis.hset(it.keys.pool, "another", "field")
         for _ in range(3):
             a.membership.heartbeat_now()

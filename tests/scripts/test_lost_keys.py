@@ -181,7 +181,7 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(
                 if name in FOUND:
                     await until(lambda: is_told(a, b), SERVICE_S)
                 await until(load.counts_are_right)
-                if name != "requests":  # a restored request has no prefill any more
+                if name != "requests":  # a restored request no longer has a prefill
                     await until(load.prefills_are_right)
                 load.paused = False
                 await load.until_served()

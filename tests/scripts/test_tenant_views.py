@@ -24,7 +24,7 @@ TOKENS = Limit(tokens=60, per="1h", burst=100)
 
 
 async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCache]:
-    """The views of a replica that knows the configured `nodes`, which are published. Each view reads anew."""
+    """The views of a replica that knows the configured `nodes`, which are published. No view is cached."""
     store, times = a.store, SnapshotTimes(max_age_per_queue_s=0.0)
     store.queue_snapshots = QueueSnapshots(store._client, store.reads, store.keys.queue_snapshot, times)
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})

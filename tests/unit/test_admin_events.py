@@ -206,7 +206,7 @@ async def test_each_decision_is_sent_once_and_a_new_listener_gets_recent_decisio
         shared.logged = logged
         assert counted(await reader.read()) == sent
         assert counted(reader.recent()) == (min(logged, 100), 0)
-    # Decisions made while nobody listened do not count as skipped.
+    # Decisions made while no client listened do not count as skipped.
     clock.now_s, shared.logged = 3600.0, 5000
     assert reader.recent() == []
     assert counted(await reader.read()) == (100, 0)

@@ -221,7 +221,7 @@ class Engine:
 
     def start(self) -> None:
         self._events, self._asked = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        first = self.port or 10_000 + os.getpid() % 1000 * 20  # of this process only
+        first = self.port or 10_000 + os.getpid() % 1000 * 20  # ports that only this process tries
         for port in range(first, first + 20, 2):
             with contextlib.suppress(zmq.ZMQError):
                 self._events.bind(f"tcp://127.0.0.1:{port}")

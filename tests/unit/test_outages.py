@@ -500,7 +500,7 @@ async def test_budget_taken_while_resyncing_must_be_taken_again_in_the_next_outa
         bench.gate.failover.heartbeat_answered(FULL)
         bench.lose_redis()
         await until(lambda: bench.queued == free)
-        # In the new outage, the requests have to acquire budget again, and none of it counts as lost.
+        # In the new outage, the requests have to acquire budget again, and no budget counts as lost.
         assert not any(task.done() for task in waiting)
         assert bench.free == (bench.gate.failover.outage.initial_free if shared else 0) == 0  # type: ignore[union-attr]
         for task in waiting:

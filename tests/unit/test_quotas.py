@@ -45,7 +45,7 @@ def test_siblings_share_by_weight_at_each_level_of_the_tree(
             queue.offer(ask(f"r{next(numbers)}", flow=flow), cost, 0.0)
     served = Counter[str]()
     most = max(costs)
-    for _ in range(30):  # few enough that every flow still has requests
+    for _ in range(30):  # after so few turns every flow still has requests
         turn = queue.turn(0.0)
         assert turn is not None
         queue.serve(*turn)

@@ -56,7 +56,7 @@ ADAPTERS = [
     )
 ]  # fmt: skip
 SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
-# The worse p90 equals the objective (0.2 s and 0.05 s), is twice it, is half of it, is unknown.
+# The worse p90 is 1, 2 and 0.5 times the objective (0.2 s and 0.05 s), or unknown.
 FORECASTS = {
     "10.0.0.0:80": Forecast(Prediction(0.1, 0.2), Prediction(0.01, 0.02)),
     "10.0.0.1:80": Forecast(Prediction(0.1, 0.1), Prediction(0.05, 0.1)),
@@ -94,7 +94,7 @@ FORECASTS = {
     "running adapters, then free slots, then waiting adapters": (
         "lora-affinity", PickRequest(adapter="a"), ADAPTERS, [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]),
     "no adapter": ("lora-affinity", PLAIN, ADAPTERS, [1.0] * 6),
-    "latency by mean, load and spread": (  # weighed: 1, 6, 11
+    "latency by mean, load and spread": (  # weighted sums: 1, 6, 11
         "latency", PickRequest(latency_weights=Latency(alpha=1.0, beta=2.0, gamma=3.0)),
         [timed(1.0), timed(1.0, 1.0, 1), timed(5.0, load=3)], [1.0, 0.5, 0.0]),
     "an idle endpoint of unknown latency": (

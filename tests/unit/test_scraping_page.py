@@ -161,7 +161,7 @@ def test_a_page_of_any_length_is_read_in_steps_and_its_work_is_bounded() -> None
     assert len(long) > 3_000_000
     reader = fed(long)
     assert reader.result(5) == EndpointMetrics(5, 7.0, 2.0)
-    # Of an endless page, complete values count; a sum is unknown if not all its series had arrived.
+    # A reader stops on an endless metrics page: it keeps complete values, and no sum that may lack series.
     endless = b'run 2\nqueue{engine="0"} 3\n' + noise
     reader = PageReader((SIMPLE,))
     assert any(not reader.feed(endless if at == 0 else noise) for at in range(2000))
@@ -219,7 +219,7 @@ LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_
 def lines(draw: st.DrawFn) -> str:
     name = draw(st.sampled_from(NAMES))
     others = (f"# HELP {name} queue 12 {{}} words", f"# TYPE {name} gauge", "", " ", "\t", f"# {name} 12")
-    if draw(st.integers(0, 6)) > 2:  # in four of seven cases
+    if draw(st.integers(0, 6)) > 2:  # true for four of the seven numbers
         return draw(st.sampled_from(others))
     labels = draw(LABELS)
     shown = ""

@@ -360,7 +360,7 @@ async def test_the_leader_alone_publishes_the_nodes_that_have_changed() -> None:
     other = nodes_of(shared, *(node(f"a{number}", weight=2) for number in range(1, 1200)), node("b"))
     await other.publish(LEADER)
     assert (shared.calls, shared.hashes["tenants"].keys() - {f"a{n}" for n in range(1200)}) == ([2], {"b"})
-    await own.publish(FOLLOWER)  # another replica leads meanwhile
+    await own.publish(FOLLOWER)  # another replica has become the leader
     await own.publish(LEADER)
     assert "b" not in shared.hashes["tenants"]
 

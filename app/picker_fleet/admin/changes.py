@@ -26,7 +26,7 @@ from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
-_MOST_DETAIL = 4000  # most characters that a change's record keeps; two nodes of a tenant fit
+_MOST_DETAIL = 4000  # maximum characters that a change's record keeps; two nodes of a tenant fit
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")

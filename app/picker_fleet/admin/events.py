@@ -23,7 +23,7 @@ from picker_fleet.domain.errors import RequestError
 from picker_fleet.state.reads import Reads
 
 MAX_LISTENERS = 64
-MAX_AT_ADDRESS = 48  # most listeners at one address; clients behind a proxy share an address
+MAX_AT_ADDRESS = 48  # maximum listeners at one address; clients behind a proxy share an address
 MAX_UNREAD = 4
 _ROWS = 50
 _MAX_DECISIONS = 100

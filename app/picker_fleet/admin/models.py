@@ -115,7 +115,7 @@ class Changes(BaseModel):
 
 
 class TenantLimit(BaseModel):
-    """A limit of a tenant's node, and how much of it is left."""
+    """A limit of a tenant's node, and the unused rest of the limit."""
 
     unit: str = Field(
         description="`requests`, `tokens`, `prompt_tokens`, `answer_tokens`, `parallel` (requests in flight) "

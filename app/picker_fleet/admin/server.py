@@ -29,11 +29,11 @@ _CHECK_INTERVAL_S = 1.0  # interval of connection checks; also the largest age o
 class ConnectionLimits:
     """Limits for clients' connections. The server checks the time limits once a second."""
 
-    connections: int = 256  # most open connections; one address may have half of them
+    connections: int = 256  # maximum open connections; one address may have half of them
     request_s: float = 15.0  # longest time from the last answer, or the start, to a whole request
     stalled_s: float = 15.0  # longest time that a client may leave an answer unread
     overhead_bytes: int = 64 * 1024  # largest size of a request without its body
-    pipelined: int = 8  # most requests on one connection that wait for an earlier answer
+    pipelined: int = 8  # maximum requests on one connection that wait for an earlier answer
 
 
 LIMITS = ConnectionLimits()

@@ -61,7 +61,7 @@ class TenantTree:
         self._summed: tuple[FleetState, dict[str, _Activity]] = FleetState(), {}
 
     def tree(self) -> Tree:
-        """The nodes with settings as of the last heartbeat. Raises Refused (404) without tenants."""
+        """The nodes with settings, as read by the last heartbeat. Raises Refused (404) without tenants."""
         if self._fleet.tenants is None:
             raise Refused(404, "no_tenants", "the configuration has no section `tenants`")
         return self._fleet.tenants
@@ -99,8 +99,8 @@ class TenantTree:
     # the change. Changes raise StateFault if Redis does not answer.
 
     async def put(self, request: Request, path: str, body: Mapping[str, Any]) -> models.TenantChange:
-        """Replace the node at `path`. Raises ConfigError if the node is invalid, or its limits do not fit
-        those of nodes above and below."""
+        """Replace the node at `path`. Raises ConfigError if the node is invalid, or its limits contradict the
+        limits above or below it."""
         if body.get("path", path) != path:
             raise ConfigError(f"path: this call changes the node {path}; leave `path` out of the body")
         section = {"separator": self.tree().separator, "nodes": [{**body, "path": path}]}
@@ -111,7 +111,7 @@ class TenantTree:
 
     async def undo(self, request: Request, path: str) -> models.TenantChange:
         """Undo the live change of the node at `path`. Raises Refused (404) without a change, ConfigError if
-        the configured limits do not fit those of nodes above and below."""
+        the configured limits contradict the limits above or below."""
         self.tree()
         configured, live = await self._store.tenant_settings(path)
         if not live:

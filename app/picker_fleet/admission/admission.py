@@ -229,7 +229,7 @@ class Admission:
 
     def answered(self, completion: Completion) -> None:
         """The endpoint has sent its whole answer. Envoy reports the end after the client has read it; if the
-        client is slow, release what the request holds. Returns at once; idempotent."""
+        client is slow, release the request's resources. Returns at once; idempotent."""
         self.ledger.answer(completion)
         asyncio.get_running_loop().call_later(_UNREAD_S, self._end_unread, completion)
 

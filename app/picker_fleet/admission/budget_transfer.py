@@ -36,7 +36,7 @@ _IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; ot
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
-_ASKED_TIMES = 30  # most attempts for one budget transfer while no response arrives
+_ASKED_TIMES = 30  # maximum attempts for one budget transfer while no response arrives
 
 Fields = Mapping[str, Any]
 

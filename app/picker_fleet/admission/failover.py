@@ -163,7 +163,7 @@ class Failover:
         self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
-        self.ignored_s = -math.inf  # when this replica last ignored a sign of life of some request
+        self.ignored_s = -math.inf  # when this replica last ignored a report that a request runs
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
@@ -421,7 +421,7 @@ class Failover:
     async def _resync(self, outage: Outage, resync: Resync) -> None:
         """Report the requests in flight to Redis, which answers again; `finish_resync` reports the ends."""
         if outage.resync is not resync:
-            return  # this task was repeated after a failure, and Redis was lost meanwhile
+            return  # this task was repeated after a failure; since then Redis was lost
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()
@@ -432,7 +432,7 @@ class Failover:
             if outage.resync is resync:
                 self.redis_lost("failed", f"lost again during the resync: {fault}")
             return
-        if outage.resync is resync:  # else Redis was lost meanwhile, which ended this resync
+        if outage.resync is resync:  # else a new loss of Redis has ended this resync
             self.finish_resync(resync)
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 

@@ -24,7 +24,7 @@ from picker_fleet.admission.tenant_tree import INNER, Level, Order, ScoredSet
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.tenants import Tree
 
-GUARD_LOOKS_AT = 16  # most overdue requests to examine, besides requests of throttled flow queues
+GUARD_LOOKS_AT = 16  # maximum overdue requests to examine, besides requests of throttled flow queues
 _WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to less than 1
 _RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
 

@@ -21,8 +21,8 @@ MAX_ENTRIES = 50_000  # beyond, the oldest entries are forgotten; those requests
 _SPARE = 5_000  # a search for old entries starts with this many entries above MAX_ENTRIES
 _FORGET_S = 1.0  # seconds between searches for old entries
 METER_WINDOW_S = 10  # whole seconds summed, before the current one
-_MAX_METERED_FLOWS = 5000  # most flows counted separately in each second
-_MAX_LISTED = 200  # most flows in a report
+_MAX_METERED_FLOWS = 5000  # maximum flows counted separately in each second
+_MAX_LISTED = 200  # maximum flows in a report
 _MAX_LISTED_BYTES = 16_000  # approximate limit for the flow names in a report
 
 
@@ -309,7 +309,7 @@ class Ledger:
             if entry.owned:
                 entry.seen_s = now_s  # the request's stream is open: count it as seen now
             if entry.owned or (beyond <= 0 and (entry.journaled or not entry.confirmed)):
-                self._entries[entry.id] = entry  # moves the entry to the end of the order
+                self._entries[entry.id] = entry  # moves the entry to the end of the dict
             else:
                 beyond -= 1
         self._forget_length = max(len(self._entries), MAX_ENTRIES) + _SPARE

@@ -103,7 +103,7 @@ class LocalGate:
         return self._queue.lengths()
 
     def limit_budget(self, maximum: float) -> None:
-        """Reduce the free budget to at most `maximum` (may be negative); peers may own the rest of it."""
+        """Reduce the free budget to at most `maximum` (may be negative); peers may own the rest."""
         self.free = min(self.free, maximum)
 
     def charge(self, cost: float) -> float:

@@ -128,7 +128,7 @@ class LocalQueue:
 
     @property
     def lowest_band(self) -> Band:
-        """The lowest band in use: a configured band, or that of a waiting request."""
+        """The lowest band that is configured or has a waiting request."""
         bands = self._queue.policy.bands
         return bands.of(min(*self._queue.bands, *(band.priority for band in bands)))
 

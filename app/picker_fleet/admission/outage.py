@@ -17,7 +17,7 @@ from picker_fleet.state.store import Store
 
 _REPORT_SLACK_S = 1.0  # longest delay of an access-log entry of a running request
 _CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
-_CHUNK = 512  # most renewals in flight at a time; the store sends 16 in a call
+_CHUNK = 512  # maximum renewals in flight at a time; the store sends 16 in a call
 
 
 def unseen_s(report_s: float) -> float:

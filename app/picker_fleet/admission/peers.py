@@ -16,7 +16,7 @@ from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.replies import HeartbeatReply
 
 _PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
-_COMPARED = 30_000  # most running requests that `lost_budget` compares
+_COMPARED = 30_000  # maximum running requests that `lost_budget` compares
 TRANSFER_WAIT_S = 0.5  # seconds for which a peer without free budget waits for some before it answers
 
 

@@ -42,7 +42,7 @@ class Arriving(Protocol):
 @dataclass(slots=True)
 class Charge:
     """The charge of a request, in tokens. `arrival`: whether nodes that reject or demote have charged the
-    request. `grant`: whether nodes that queue have. A `demoted` request is not charged to nodes that demote.
+    request. `grant`: whether queueing nodes have. A `demoted` request is not charged to nodes that demote.
     `used`: the charge is the usage, not an estimate."""
 
     flow: str
@@ -146,7 +146,7 @@ class Quotas:
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._told: dict[str, tuple[float, ...]] = {}  # the balances taken over, by key
         self.charges: dict[str, Charge] = {}
-        self._eased: dict[str, None] = {}  # paths of nodes, in the order in which they got balance back
+        self._eased: dict[str, None] = {}  # nodes' paths, in the order in which their balances were refilled
 
     # The steps of a request
 
@@ -214,7 +214,7 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.grant:  # the request's nodes may have waited for it
+        if not charge.grant:  # this waiting request may have throttled its nodes
             self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
         if refunds and (charge.arrival or charge.grant):
             self._log("refunded", request_id)
@@ -269,7 +269,7 @@ class Quotas:
                     # The reply does not name the limit: recognise it by its burst and the time until it is
                     # full.
                     expected = max(limit.whole - reset_ms * limit.rate * self._live, 0.0)
-                    tolerance = 1 + limit.rate * self._live  # both numbers are rounded
+                    tolerance = 1 + limit.rate * self._live  # `reset_ms` and `left` are rounded
                     if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
                         self._put(limit.key, reset_ms * limit.rate, at_ms)
                         self._told[limit.key] = self.balances[limit.key]

@@ -96,7 +96,7 @@ class Waiter(msgspec.Struct, eq=False):
         raise self.error
 
     def end(self, error: RequestError) -> None:
-        """End the request's wait with `error`, whatever it is waiting for."""
+        """End the request's wait with `error`, in any state of the wait."""
         self.error = error
         if self.awaited is not None and not self.awaited.done():
             self.awaited.set_exception(error)
@@ -142,7 +142,7 @@ class SharedQueue:
     @property
     def places_are_awaited(self) -> bool:
         """Whether any request of the fleet is queued, so that Redis must get the end of each request soon.
-        The queued requests of other replicas are those of the last heartbeat or dispatch."""
+        Other replicas' queued requests are as counted at the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     async def any_waiting(self) -> None:
@@ -294,7 +294,7 @@ class SharedQueue:
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
     async def _admit_known(self, waiter: Waiter) -> Placed | Queued:
-        """Admit a request; retry while the pool is lost. Raises refusals."""
+        """Admit a request; retry while Redis lacks the pool's state. Raises refusals."""
         request = waiter.request
         # During a pause Envoy may have closed this stream and sent its request to another replica.
         await self.pause_detector.wait_for_backlog()

@@ -21,7 +21,7 @@ from picker_fleet.domain.request import Outcome
 from picker_fleet.state.replies import TombstoneReply
 from picker_fleet.state.store import Store
 
-_CHUNK = 512  # most tombstones in flight at a time; the store sends 16 in a call
+_CHUNK = 512  # maximum tombstones in flight at a time; the store sends 16 in a call
 _UNPUBLISHED = ""
 
 

@@ -20,7 +20,7 @@ WaitSignal = Literal["request", "workload_average"]
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST_REMEMBERED = 1000  # most bands in the cache, since objectives may use any number of priorities
+_MOST_REMEMBERED = 1000  # maximum bands in the cache, since objectives may use any number of priorities
 
 
 class Criticality(enum.StrEnum):

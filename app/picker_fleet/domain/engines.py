@@ -109,8 +109,8 @@ ENGINES: Mapping[str, Engine] = {
             waiting=("sglang:num_queue_reqs",),
             running=("sglang:num_running_reqs",),
             kv_utilisation=("sglang:token_usage",),
-            # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it starts anew at each
-            # update (SGLang, python/sglang/srt/observability/metrics_collector.py).
+            # SGLang retracts requests. `sglang:num_retracted_reqs` is no counter: it restarts at each update
+            # (SGLang, python/sglang/srt/observability/metrics_collector.py).
             preemptions=("sglang:num_retracted_requests_total",),
             kv_size=("sglang:max_total_num_tokens",),
             prefix_queries=("sglang:prompt_tokens_total",),

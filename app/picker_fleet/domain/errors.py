@@ -196,7 +196,7 @@ class Dropped(
 
 
 class Saturated(Dropped, code="saturated"):
-    """The stock is at its bound, and requests of this band may not wait (overload: reject-noncritical)."""
+    """Requests in flight are at their bound, and this band may not wait (overload: reject-noncritical)."""
 
 
 class TotalCapacity(Dropped, code="total_capacity"):

@@ -25,7 +25,7 @@ KINDS: Final = {
     ORDERINGS: "ordering",
     COST_ESTIMATORS: "cost estimator",
 }
-_LONGEST = 40  # most characters of an unknown name in a message
+_LONGEST = 40  # maximum characters of an unknown name in a message
 
 P = TypeVar("P", bound=BaseModel)
 F = TypeVar("F", covariant=True)

@@ -161,7 +161,7 @@ class Scheduling(Section):
     # Parameters of scorers from outside by name; in the list `scorers` each entry may have `parameters`.
     scorer_parameters: dict[str, dict[str, Any]] = Field(default={})
     filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
-    extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # most time for one call of an extension
+    extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # maximum time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
     # Port of the engines' KV events, the replay port is the next (docs/picking.md); null: they are not read.
     kv_events_port: Annotated[Port, Field(le=65_534), AfterValidator(_with_zmq)] | None = None

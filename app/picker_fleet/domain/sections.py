@@ -123,7 +123,7 @@ class ExtProc(Section):
     # Namespace of the metadata that name the picked endpoint (spec 002) and the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # how many proxies before Envoy append to x-forwarded-for
-    paths: tuple[AllowedPath, ...] = ()  # paths allowed besides those of allowlist.APIS
+    paths: tuple[AllowedPath, ...] = ()  # paths allowed in addition to allowlist.APIS
     # Requests for unlisted paths: refuse all, or pass all except those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # limit of `read` requests a second in each replica
@@ -530,7 +530,7 @@ class OutlierDetection(Section):
     base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubles with each further ejection
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
     max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
-    retry_budget_percent: Count = Field(20, ge=0, le=100)  # this part of requests may be retries
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # share of requests that may be retries
 
     @model_validator(mode="after")
     def _doubles_up_to_the_longest(self) -> Self:

@@ -25,7 +25,7 @@ from picker_fleet.domain.units import (
 
 MAX_LEVELS: Final = 8
 MAX_NODES: Final = 10_000
-_MAX_PATH_BYTES = 512  # as of a flow
+_MAX_PATH_BYTES = 512  # the same limit as for a flow's name
 _MAX_SEGMENT_BYTES = 256
 _ANY = "*"
 _MOST = 1e12  # a double in Lua adds up to a million such amounts exactly
@@ -45,7 +45,7 @@ class Limit(Section):
     """At most one unit's amount in each `per`, at most `burst` at once (a leaky bucket, ITU-T I.371)."""
 
     requests: Amount | None = None
-    tokens: Amount | None = None  # of prompt and answer
+    tokens: Amount | None = None  # the sum of prompt and answer tokens
     prompt_tokens: Amount | None = None
     answer_tokens: Amount | None = None
     per: Literal["1s", "1m", "1h", "1d"]
@@ -162,7 +162,7 @@ class Node(Section):
 
 
 class Price(Section):
-    """What a token of a model costs, in cost units. `cached` is the price of prompt tokens from a cache."""
+    """The price of a model's token, in cost units. `cached` is the price of prompt tokens from a cache."""
 
     prompt: UnitPrice = 1.0
     cached: UnitPrice | None = None  # null: as `prompt`

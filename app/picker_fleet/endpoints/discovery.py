@@ -123,7 +123,7 @@ class WatchedFile(Generic[T]):
         return self._parsed[1]
 
     def fault(self) -> str:
-        """What is wrong with the file now; '' if nothing is."""
+        """The fault in the file's present content; '' if it is valid."""
         try:
             self._parse(self._text())
         except FileFault as fault:

@@ -50,7 +50,7 @@ class DnsSource:
         self._empty: set[Family] = set()  # address families whose last answer had no address
 
     async def watch(self, report: Report) -> None:
-        """Does what Source.watch does; reports nothing until a lookup succeeds."""
+        """Implements Source.watch; reports nothing until a lookup succeeds."""
         reported: tuple[Endpoint, ...] | None = None
         while True:
             async with asyncio.TaskGroup() as group:

@@ -29,18 +29,18 @@ from picker_fleet.state.primary import raise_if_cancelled
 if TYPE_CHECKING:
     import zmq.asyncio
 
-MOST_BLOCKS: Final = 500_000  # most blocks of one engine: about 150 MB
+MOST_BLOCKS: Final = 500_000  # maximum blocks of one engine: about 150 MB
 _MOST_BLOCK_TOKENS = 4096
-_MOST_NAME_BYTES = 64  # most bytes of an engine's hash
+_MOST_NAME_BYTES = 64  # maximum bytes of an engine's hash
 _PIECE = 256  # blocks or events that are read at once, in about a millisecond
 _MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
-_MOST_MESSAGES = 32  # most batches in ZeroMQ's queue; further ones wait at the engine
+_MOST_MESSAGES = 32  # maximum batches in ZeroMQ's queue; further ones wait at the engine
 _PAUSES = 19.0  # pause as a multiple of the time to read: a flooding engine gets 5 % of a core
 _SKIPPED_S = 0.002  # pause after a batch that is already known
 _POLL_MS = 1000
 _REPLAY_S, _REPLAY_SILENCE_MS = 60.0, 1000
 _MOST_RECONNECT_MS = 5000  # between two attempts to connect, which begin at 100 ms
-_MOST_SOCKETS = 65_000  # most sockets of ZeroMQ, about four for each engine
+_MOST_SOCKETS = 65_000  # maximum sockets of ZeroMQ, about four for each engine
 _HEARTBEAT_MS, _DEAD_MS = 2000, 6000  # ZeroMQ's heartbeats, which show a connection that is silently dead
 _PAUSES_S = (0.5, 30.0)  # shortest and longest pause between two sessions
 _SEQUENCE_BYTES = 8
@@ -190,7 +190,7 @@ class Listener(Protocol):
         blocks have `block_tokens` tokens."""
 
     def lost(self, address: str) -> None:
-        """Called if changes may have been missed; later calls of `changed` begin anew."""
+        """Called if changes may have been missed; later calls of `changed` start from an empty cache."""
 
 
 class KvEventReader:

@@ -27,7 +27,7 @@ from picker_fleet.endpoints.pacing import IntervalPolicy, ScrapeCost, pause_s
 from picker_fleet.endpoints.page_fetch import Access, Connection, Exchange, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import ASLEEP, EndpointMetrics, MetricsCache
 
-_HEALTH_S = 1.0  # most seconds between probes, even if pages are read more often
+_HEALTH_S = 1.0  # maximum seconds between probes, even if pages are read more often
 _SELDOM_S = 5.0  # seconds between requests for a health path that is expensive for the server
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -53,8 +53,8 @@ _NO_ANSWER = ("connection", "timeout", "silent")
 # Statuses of a probe by which a server, or a proxy before it, says that it takes no requests.
 _UNREADY = (500, 502, 503, 504)
 _MODELS_S = 10.0  # seconds between requests for the list of an engine's adapters
-_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # most idle adapters per engine, and most characters of a name
-_MOST_NAMES = 100  # most engine names in the cache
+_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # maximum idle adapters per engine, characters of a name
+_MOST_NAMES = 100  # maximum engine names in the cache
 _MOST_ASIDE_BYTES = 256 * 1024  # largest response, in bytes, from a path other than the page's
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from picker_fleet.domain.request import Endpoint
 # How long Envoys list a removed endpoint. A request that was placed there just before the removal reaches
 # Envoy's load balancing within a few milliseconds, on a busy machine within a second.
 REMOVED_S: Final = 2.0
-MAX_REMOVED: Final = 4096  # most removed endpoints listed at once; the oldest beyond these are dropped
+MAX_REMOVED: Final = 4096  # maximum removed endpoints listed at once; the oldest beyond these are dropped
 
 
 @dataclass(frozen=True, slots=True)

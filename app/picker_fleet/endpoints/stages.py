@@ -64,7 +64,7 @@ def with_stages(endpoints: tuple[Endpoint, ...], settings: Stages) -> tuple[Endp
 def serving(labels: Mapping[str, str], settings: Stages, report: Report) -> Report:
     """Wrap `report`: pass on only endpoints that have `labels` and a stage; log the stages and all other
     endpoints."""
-    # How many endpoints prefill, how many of these also decode, how many encode; endpoints without a stage.
+    # The last line logged: counts of endpoints that prefill, do both, encode; endpoints without a stage.
     logged: tuple[tuple[int, int, int], tuple[str, ...]] = (0, 0, 0), ()
 
     def report_serving(endpoints: tuple[Endpoint, ...]) -> None:

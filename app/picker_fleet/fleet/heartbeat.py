@@ -39,7 +39,7 @@ from picker_fleet.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _RENEWALS = 3  # number of renewals of a lease within its duration
 _OTHERS_PUBLISH_S = 0.2  # longest time that another replica should need to publish a change
-_LOOKS = 5  # most extra heartbeats that look for a change published by another replica
+_LOOKS = 5  # maximum extra heartbeats that look for a change published by another replica
 _ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledged new endpoints
 
 # A poll for notifications is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up
@@ -203,7 +203,7 @@ class Membership:
         self._stored_info = ""  # the replica info that the shared state has; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
         self._state: SharedState | None = None  # the shared state read last
-        self._followed_s = -math.inf  # time of the last read passed to all parts of the replica
+        self._followed_s = -math.inf  # when all parts of the replica last got a state
         self._follow_up: asyncio.TimerHandle | None = None
 
     def leads(self) -> bool:

@@ -19,7 +19,7 @@ _MANY_STREAMS = 32  # the replica info omits peer addresses with fewer streams
 _ENVOY_LIMIT = 1024
 _NEAR = 0.03 * _ENVOY_LIMIT
 _NEAR_S = 10.0  # time that an Envoy must be near its stream limit before the warning
-_MOST_WARNED = 1000  # most Envoy addresses that get the warning
+_MOST_WARNED = 1000  # maximum Envoy addresses that get the warning
 _ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no host has
 
 

@@ -14,7 +14,7 @@ has to find the number at which an engine's batch is full and nothing waits behi
 - Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
 the pool then completes more requests a second; at times down, and back unless the rate holds.
 
-Limits count requests, or tokens: what the fleet has charged for the requests in flight. In tokens, the page's
+Limits count requests, or the tokens that the fleet has charged for requests in flight. In tokens, the page's
 fraction of running requests gives the number of running tokens.
 
 A load below the limit moves nothing. Related: AIMD batching (Clipper, NSDI 2017) and the gradient limits of

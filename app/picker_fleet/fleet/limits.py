@@ -149,7 +149,7 @@ class LimitKeeper:
         return bool(self._controllers) and now_s - self._looked_s < silence_s and now_s >= self._settled_s
 
     def _found(self, name: str, each: EndpointLimit, now_us: int, now_s: float) -> FoundLimit:
-        """The state of the limit `name` for a new leader."""
+        """The state of the limit `name`, which the next leader continues."""
         changed_ms = int(now_us / 1000 - (now_s - each.changed_s) * 1000)
         former = self._stored.get(name)
         if former is not None and (former.limit, former.reason) == (each.limit, each.reason):

@@ -70,7 +70,7 @@ _SCORERS = "scheduling.scorers"
 _STAGES = "scheduling.stages"
 _BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # most flows with live weights: after every change the scripts read all
+_MOST_WEIGHTS = 200  # maximum flows with live weights: after every change the scripts read all
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
 

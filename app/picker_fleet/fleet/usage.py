@@ -16,7 +16,7 @@ from picker_fleet.state.reads import Usage
 from picker_fleet.state.store import Store
 
 HOUR_MS = 3_600_000
-MOST_ROWS = 50_000  # most rows kept while Redis is unavailable; usage of further leaves is summed in one row
+MOST_ROWS = 50_000  # maximum rows kept while Redis is unavailable; one more row sums all other usage
 _BATCH_ROWS = 200  # rows in one script call, which then takes less than a millisecond
 
 _OTHERS = "", ""

@@ -28,7 +28,7 @@ from picker_fleet.domain.units import split_host_port
 RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
 SHUTDOWN_S: Final = 5.0
-_HANDSHAKES = 256  # most concurrent handshakes on a port
+_HANDSHAKES = 256  # maximum concurrent handshakes on a port
 MAX_TLS_CONNECTIONS: Final = 1024  # limit of TLS connections on a port; each may take a quarter of a MiB
 _BACKLOG = 1024
 _OPENSSL_S = 30.0

@@ -6,7 +6,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import hpack
 
-LIST_BYTES: Final = 64 * 1024  # most bytes of one request's headers, decoded
+LIST_BYTES: Final = 64 * 1024  # maximum bytes of one request's headers, decoded
 _CACHED_BLOCKS: Final = 256  # decoded header blocks in the cache; an Envoy sends few kinds
 _CACHED_BYTES: Final = 1024  # largest header block in the cache, in bytes
 

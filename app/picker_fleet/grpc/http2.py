@@ -26,7 +26,7 @@ from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Peers
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
-_BLOCK_BYTES: Final = 32 * 1024  # most bytes of one request's headers, encoded
+_BLOCK_BYTES: Final = 32 * 1024  # maximum bytes of one request's headers, encoded
 _ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
 _CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
@@ -351,7 +351,7 @@ class Connection(asyncio.Protocol):
             self._count_idle(1)  # PRIORITY, GOAWAY, or a kind of an extension: without effect
 
     def _count_idle(self, cost: int) -> None:
-        """Count a frame without effect; a gateway sends few of these, whatever its clients do."""
+        """Count a frame without effect; a gateway sends few of these even for hostile clients."""
         self._idle_frames += cost
         if self._idle_frames <= self._idle_allowed:
             return

@@ -19,7 +19,7 @@ from picker_fleet.grpc.http2 import Connection, Open
 from picker_fleet.grpc.streams import OK_BLOCK, GrpcStream, Peers, open_stream, status_block
 from picker_fleet.grpc.transport import ByMetadata, Handler, Limits, Status
 
-_OTHERS_BYTES = 64 * 1024 * 1024  # most unread bytes of all streams without a budget of their own
+_OTHERS_BYTES = 64 * 1024 * 1024  # maximum unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
 _CANCEL_S = 5.0  # seconds for cancelled handlers to end

@@ -21,9 +21,9 @@ FREE_BYTES = 4096  # unread bytes per stream that are not charged to the budget:
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
 WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes of a connection above which its handlers wait
 _CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened when at most this many bytes are left
-_WRITE_S = 60.0  # most seconds for a peer to open its window
+_WRITE_S = 60.0  # maximum seconds for a peer to open its window
 _STUCK_S: Final = 30.0  # a peer that reads nothing for this many seconds is cut off
-_STUCK: Final = 64  # most connections whose peers read nothing; each holds up to `WRITE_BUFFER`
+_STUCK: Final = 64  # maximum connections whose peers read nothing; each holds up to `WRITE_BUFFER`
 
 OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
@@ -150,7 +150,7 @@ class GrpcStream:
             self._reader.set_exception(error)
 
     async def relay(self, answer: Relay) -> bytes | None:
-        """Does what `Stream.relay` does, without waking a task for each message. Raises the errors of `read`,
+        """Works like `Stream.relay`, without waking a task for each message. Raises the errors of `read`,
         and any error of `answer`."""
         unsent: deque[bytes] = deque()
         is_last = False

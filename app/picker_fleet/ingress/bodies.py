@@ -23,7 +23,7 @@ _STEP_BYTES = 256 * 1024  # bytes to read or decode before letting the event loo
 _SLICE_BYTES = 16 * 1024
 _ZSTD_SLICE_BYTES = 256  # four bytes of zstd can expand to 128 KiB; the decoder has no output limit
 _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest zstd window, in bytes, that RFC 9659 allows for HTTP
-_MOST_PARTS = 64  # most consecutive gzip members or zstd frames
+_MOST_PARTS = 64  # maximum consecutive gzip members or zstd frames
 
 _MAX_FIELDS = 256
 _MAX_FIELD_HEAD = 8192

@@ -46,12 +46,12 @@ from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
 STALLED_S = 30.0  # an upload that sends nothing for this many seconds is ended
-MAX_UPLOADS = 2048  # most incomplete uploads; one more ends the upload that has been silent for longest
+MAX_UPLOADS = 2048  # maximum incomplete uploads; one more ends the upload that has been silent for longest
 _CHECKS = 6  # number of checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
 _MAX_PATHS = 4096  # cached path lookups
-_MAX_FLOWS = 16_384  # most flows remembered; a forgotten flow counts as new again
+_MAX_FLOWS = 16_384  # maximum flows remembered; a forgotten flow counts as new again
 _NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at least a /64
 _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # largest burst of reads, in seconds of `extproc.read_rate`
@@ -449,7 +449,7 @@ class Decision:
         return (stages.header, prefiller), (stages.encode.header, ",".join(encoders)), *_REMOVED
 
     def quota_headers(self) -> dict[str, str]:
-        """The headers that tell the client what remains of its tenants' limits; empty without tenants."""
+        """The headers that give the client its tenants' remaining quota; empty without tenants."""
         quota = "" if self.placement is None else self.placement.quota
         if not quota:
             return {}

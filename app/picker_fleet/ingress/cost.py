@@ -58,7 +58,7 @@ _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
-_JSON_TEXTS = (msgspec.Raw, memoryview)  # Python makes a union anew wherever the code spells it out
+_JSON_TEXTS = (msgspec.Raw, memoryview)  # Python builds a new union object each time the expression runs
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 

@@ -65,7 +65,7 @@ from picker_fleet.state.accounting_token import Keyring
 _PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _SLO = frozenset(SLO)
-_MAX_MODEL_SETTINGS = 1000  # most cached pairs of model and objective
+_MAX_MODEL_SETTINGS = 1000  # maximum cached pairs of model and objective
 
 UNNAMED = "unnamed"  # stands for the model of a request that names and needs none
 _NO_NAMES = (b"null", b'""')
@@ -75,7 +75,7 @@ _JSON_TYPES = re.compile(
     rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
 )
 _OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
-_MOST_KEY_CHARS = 512  # most characters of a session key, or of the id of a response or conversation
+_MOST_KEY_CHARS = 512  # maximum characters of a session key, or of the id of a response or conversation
 
 _ANYWHERE: Mapping[str, str] = {}
 _NO_MEMBERS: cost.Members = {}

@@ -19,9 +19,9 @@ from picker_fleet.ingress.bodies import OtherBody
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 
 MODEL = "model"
-MAX_NAME_BYTES = 256  # most bytes of a model name, objective or fairness id
+MAX_NAME_BYTES = 256  # maximum bytes of a model name, objective or fairness id
 LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # a quoted name, every byte as a `\u` escape
-MAX_KEYS = 256  # most keys in the outermost object; the OpenAI API defines about fifty
+MAX_KEYS = 256  # maximum keys in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
 SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty times as much memory
 
@@ -55,7 +55,7 @@ _keys: list[str] = []  # keys of the body that is being decoded; a shared list, 
 
 
 class _Key(enum.Enum):
-    """Enum whose members stand for a body's first, second, … key, whatever the keys' names."""
+    """Enum whose members stand for a body's first, second, … key; the keys may have any names."""
 
     __hash__ = object.__hash__  # the hash of Enum itself would double the time of decoding
 

@@ -28,7 +28,7 @@ _AUDIO_TOKENS_A_S = 25
 _PAGE_TOKENS, _PAGE_BYTES, _MOST_PAGES = 1500, 50_000, 1000
 _UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
 
-_MOST_OBJECTS = 10_000  # most objects of a body that is searched for media
+_MOST_OBJECTS = 10_000  # maximum objects of a body that is searched for media
 _MOST_HEADERS = 64
 _MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
@@ -39,9 +39,9 @@ _ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its m
 
 # Where the base64 text of a file begins: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
-_ESCAPED_BYTES = 65_536  # most bytes to read of base64 text with escaped slashes
+_ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
-_MOST_SEGMENTS = 32  # most segments of a JPEG before the one with its size
+_MOST_SEGMENTS = 32  # maximum segments of a JPEG before the one with its size
 _SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
 _LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # PDF (ISO 32000-1, F.2)
 # kbit/s of MP3 frames by the number in the frame's header (ISO 11172-3 and 13818-3), for MPEG-1 and MPEG-2
@@ -183,7 +183,7 @@ def _of_base64(text: bytes) -> float:
     if begun is None:
         return 0.0
     start, size_bytes = begun.end(), (len(text) - begun.end()) * 3 // 4
-    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # finding one byte takes 2 µs, "\\/" 70 µs
+    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # 2 µs; searching for "\\/" takes 70 µs
         text, start = text[start : start + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0
 
     def read(at: int, count: int) -> bytes:

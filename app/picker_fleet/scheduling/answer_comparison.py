@@ -24,11 +24,11 @@ _ALL_KEPT, _ALL_WATCHED = 1000, 64  # answers all kept for a new path and model,
 _KEPT = 16  # last answers kept of each kind, by endpoint
 _FEWEST = 4  # no answer is compared with an endpoint of fewer answers
 _MOST_KINDS = 8  # kinds of answers kept of an endpoint
-_MOST_ENDPOINTS = 4096  # most endpoints kept, each for each path and model; about 5 KB each
-_SAMPLED = 16  # most endpoints with whose answers an answer is compared
+_MOST_ENDPOINTS = 4096  # maximum endpoints kept, each for each path and model; about 5 KB each
+_SAMPLED = 16  # maximum endpoints with whose answers an answer is compared
 _FRESH = 16  # kept answers of each endpoint before the endpoints are compared again
 _INACTIVE = 32  # an endpoint without answers is forgotten after this many of each other endpoint
-_MARGIN = 2.0  # an answer is smaller or faster only if by this factor
+_MARGIN = 2.0  # an answer counts as smaller or faster from this factor on
 
 
 class _Form(NamedTuple):

@@ -20,7 +20,7 @@ from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, Rou
 
 # Most requests a second whose answers one replica compares, at a cost of about 50 µs each.
 _ANSWERS_A_SECOND: Final = 50.0
-_MOST_PENDING = 4096  # most requests whose answers are awaited; beyond, the oldest are dropped
+_MOST_PENDING = 4096  # maximum requests whose answers are awaited; beyond, the oldest are dropped
 _BYTES_PER_TOKEN = (1.0, 16.0)  # outside this range a prompt has images or token ids: ignore its tokens
 _LEAST_QUERIES = 50_000.0  # tokens looked up between two comparisons of an engine's counters
 _UNEQUAL = 0.1  # measured and predicted shares of hits agree if they differ by a smaller fraction
@@ -44,7 +44,7 @@ class PrefixFeedback:
         self._pending: dict[str, _Pending] = {}  # request id -> its placement; oldest first
 
     def placed(self, request: InferenceRequest, address: str) -> None:
-        """A request is placed on `address`: remember what the index predicts for its prompt, before the index
+        """A request is placed on `address`: remember the index's prediction for its prompt, before the index
         records the placement."""
         if self._rates.take():
             return
@@ -59,7 +59,7 @@ class PrefixFeedback:
             del self._pending[next(iter(self._pending))]
 
     def ended(self, completion: Completion) -> None:
-        """Share what the answer of a request shows, if the answer contradicts the index."""
+        """Publish evidence about the engine's cache if the request's answer contradicts the index."""
         pending = self._pending.pop(completion.id, None)
         if pending is None or not completion.answered or not completion.prompt_tokens:
             return

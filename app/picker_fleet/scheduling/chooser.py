@@ -217,7 +217,7 @@ class EndpointChooser:
         """The endpoints that encode the media of `request`, at most one for each of them; none if its
         endpoint or prefill endpoint encodes, too.
 
-        Redis does not count an encoder's requests, since nobody reports when an encoder is done. Draw twice
+        Redis does not count an encoder's requests, since no report says when an encoder ends. Draw twice
         as many endpoints at random, and take the less loaded half: all replicas would crowd the least loaded
         endpoints while scraped loads are out of date ("How Useful Is Old Information?", Mitzenmacher 2000).
         """

@@ -22,8 +22,8 @@ REFRESH_S = 0.1  # greatest age of a state, in seconds; endpoints are scraped at
 ALL_LOOKED_AT = 64
 SAMPLED = 16
 _PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sample's endpoints while other endpoints are idle
-_NAMED = 8  # most endpoints added to a pick for its prompt, and as many for its adapter
-_MOST_SELECTORS = 64  # most label selectors whose endpoints are cached
+_NAMED = 8  # maximum endpoints added to a pick for its prompt, and as many for its adapter
+_MOST_SELECTORS = 64  # maximum label selectors whose endpoints are cached
 
 _UNKNOWN = EndpointMetrics(0)  # used as the metrics of an endpoint without a fresh reading
 
@@ -34,8 +34,8 @@ StageName = Literal["decode", "prefill", "encode"]
 class EndpointStates:
     """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    The argument `adapters` has names of LoRA adapters that the readings may lack. The endpoints are those of
-    `stage`. The method `refresh` removes endpoints that have left the pool from the index of `routes`.
+    The argument `adapters` has names of LoRA adapters that the readings may lack. The endpoints serve the
+    stage `stage`. The method `refresh` removes endpoints that have left the pool from the index of `routes`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EndpointStates:
         self._common_addresses, self._picks = frozenset(drawn), 0
 
     def everything(self) -> Sequence[EndpointState]:
-        """The states of all endpoints; in a pool without sampling the same list until the next refresh."""
+        """The states of all endpoints; without sampling, the list stays the same until the next refresh."""
         if self.samples:
             return [self._state(address) for address in self._by_address]
         return self.common

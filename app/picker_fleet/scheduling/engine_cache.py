@@ -84,11 +84,11 @@ class EngineCache:
 
     def __init__(self, told: float) -> None:
         self._told = told
-        self._log_factor = 0.0  # logarithm of estimate / `_told`
+        self._log_factor = 0.0  # logarithm of the ratio of the estimate to `_told`
         self.tells = False  # whether answers of the endpoint report their cached tokens
         self.follows = False  # whether the engine's KV events are read
         self.life = 0  # how often the cache was cleared
-        self.asked = self.hits = 0  # blocks of all prompts, and how many of them were predicted to be cached
+        self.asked = self.hits = 0  # number of blocks in all prompts; number predicted to be cached
         self.clear()
 
     def __len__(self) -> int:

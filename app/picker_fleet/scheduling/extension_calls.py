@@ -34,7 +34,7 @@ OnFault = Callable[[str, Fault], None]
 R = TypeVar("R")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONGEST_TEXT = 500  # most characters of an exception or of a filter's reason
+_LONGEST_TEXT = 500  # maximum characters of an exception or of a filter's reason
 _EARLIEST_S = -86_400.0  # an ordering may say that a request was due a day before it arrived, at most
 
 _log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from picker_fleet.state.subscriptions import Command, CommandClient
 FLUSH_S: Final = 0.02  # the shortest interval between two writes
 MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES entries, the stream takes at most about 128 MB
-MAX_ROUTES: Final = 2000  # most unwritten routes kept, the newest; 7 MB with the default prompt cap
+MAX_ROUTES: Final = 2000  # maximum unwritten routes kept, the newest; 7 MB with the default prompt cap
 MAX_COMPLETIONS: Final = 10_000
 LOOK_BACK_S: Final = 600.0  # seconds of the stream that a replica reads when it starts
 
@@ -90,7 +90,7 @@ class ObservationRecord(NamedTuple):
 
 
 class EvidenceRecord(NamedTuple):
-    """What an answer of `address` has shown about its engine's prefix cache (`engine_cache.Evidence`); the
+    """Evidence from an answer of `address` about its engine's prefix cache (`engine_cache.Evidence`); the
     prompt had `bytes_per_token` (0: unknown)."""
 
     address: str

@@ -45,7 +45,7 @@ _WORKERS, _MOST_WAITING = 2, 32
 _MOST_BODY_BYTES = 256 * 1024
 # Most bytes of an answer: 8 for each byte of the body, and 64 KiB for a chat template.
 _ANSWER_BYTES, _FURTHER_BYTES = 8, 64 * 1024
-_PIECE = 256  # most blocks hashed at once, in less than a millisecond
+_PIECE = 256  # maximum blocks hashed at once, in less than a millisecond
 _MOST_BLOCKS: Final = 250_000  # tokenized blocks of prompts kept, in each of two tables of about 40 MB
 _MOST_OF_A_LINK = 64 * HASH_BYTES
 _MOST_OF_A_RECORD = 4000  # more blocks than an engine stores in a step

@@ -62,7 +62,7 @@ from picker_fleet.state.error_replies import (
 from picker_fleet.state.primary import TIMEOUTS, connections, named_primary, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
-MAX_BATCH = 16  # most items per script call: sixteen preemptions take well below 5 ms
+MAX_BATCH = 16  # maximum items per script call: sixteen preemptions take well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # longest wait of decisions for earlier replies, and of ends for decisions
@@ -74,7 +74,7 @@ _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # most library loads per message; beyond, something keeps flushing the library
+_MAX_LOADS = 5  # maximum library loads per message; beyond, something keeps flushing the library
 _FOLLOW_S = 2.0  # seconds between questions to Sentinels or Cluster for the primary
 _LOAD_AGAIN_S = 1.0  # pause before loading a refused library again
 _DENIED_RETRY_S = 0.05
@@ -257,8 +257,8 @@ class BatchingClient:
         self._not_primary = ""  # why the server is not usable as the primary; '' if it is
         self._timer: asyncio.TimerHandle | None = None  # timer that sends the next batch
         self._soon = False  # the next batch is sent in this turn of the event loop
-        self._ended_s = float("-inf")  # when the last end was submitted
-        self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between ends
+        self._ended_s = float("-inf")  # when a request's end was last submitted
+        self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between requests' ends
         self.connection_epoch = 0  # number of connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -365,7 +365,7 @@ class BatchingClient:
                 raise
 
     async def _reconnect(self) -> None:
-        """Connect again, however long that takes, and send the unanswered calls once more. While Redis
+        """Reconnect, without a time limit, and resend the unanswered calls. While Redis
         refuses or is silent, items that are not durable fail."""
         await self._disconnect()
         if self._not_primary:

@@ -4,7 +4,7 @@ stuck connection, and a pause of this replica itself.
 - Call is a script call or command with the items that its reply answers; DelayedCalls keeps some for later.
 - RedisConnection writes messages and passes on replies.
 - PauseDetector measures for how long this process did not run.
-- FailureDetector decides what a silence means. Pure; the detector counts only time in which this replica was
+- FailureDetector judges a silence of Redis. Pure; the detector counts only time in which this replica was
 awake.
 - ConnectionMonitor runs both detectors for state/batching.py: it ticks them, and probes Redis on other
 connections.
@@ -370,7 +370,7 @@ class RetransmissionTimeout:
 
 
 class FailureDetector:
-    """Decides what a silence of Redis means. Call `observe` at each tick; observation restarts once `observe`
+    """Judges whether a silent Redis is lost. Call `observe` at each tick; observation restarts once `observe`
     has returned STUCK or UNAVAILABLE. The arguments `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
 
     def __init__(self, floor_s: float, ceiling_s: float) -> None:
@@ -447,7 +447,7 @@ Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[Red
 
 
 class Watched(Protocol):
-    """The client whose connection ConnectionMonitor watches. Times are those of the event loop's clock."""
+    """The client whose connection ConnectionMonitor watches. Times are read from the event loop's clock."""
 
     @property
     def last_reply_s(self) -> float:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from picker_fleet.state.schema import FORMAT
 
-_MAX_LOGGED_CHARS = 200  # most characters of a name or an error reply
+_MAX_LOGGED_CHARS = 200  # maximum characters of a name or an error reply
 
 _log = logging.getLogger(__name__)
 
 
 class Meaning(enum.Enum):
-    """What an error reply means.
+    """The meaning of an error reply.
 
     ELSEWHERE: this server is not the primary, or not ready; the call is retried on a new connection.
     DENIED: the call is retried a moment later. If either repeats, items that are not durable get

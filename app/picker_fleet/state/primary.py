@@ -56,7 +56,7 @@ def raise_if_cancelled() -> None:
 Node = tuple[str, int]
 
 _ASK_S = 0.3  # seconds in which a majority may agree; then the answers so far count
-_MAX_ASKED = 5  # most nodes of a Cluster asked at once
+_MAX_ASKED = 5  # maximum nodes of a Cluster asked at once
 _CONNECT_S = 1.0
 TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # the server is silent, but does not refuse connections
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)

@@ -20,7 +20,7 @@ from picker_fleet.state.schema import VIEW_LIMIT
 CHUNK = VIEW_LIMIT  # rows per call
 MAX_REPLICAS = 256
 THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
-_MAX_SCANS = 10  # most Redis calls for one page of workloads
+_MAX_SCANS = 10  # maximum Redis calls for one page of workloads
 _SHARED_PART = 0.7  # fraction of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
 _USAGE_ROWS = 500  # rows of usage in one call, which takes less than a millisecond
@@ -486,7 +486,7 @@ class SnapshotTimes:
     """`claim_ms`: how long replicas wait for the replica that reads; then another replica reads, too.
 
     The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`,
-    because few queues are quick to read."""
+    because a short list of queues is quick to read."""
 
     claim_ms: int = 500
     max_age_s: float = 1.0

@@ -1,4 +1,4 @@
-"""What state/store.py returns: replies of the scripts, verdicts on requests, and events that Redis brings.
+"""Return types of state/store.py: replies of the scripts, verdicts on requests, and events that Redis brings.
 
 Admission, failover, fleet/ and admin/ match these types. A verdict says how one request goes on: an admission
 or a placement returns a verdict, and a notification brings a verdict to the replica that owns a waiting

@@ -59,7 +59,7 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _KEPT_CHANGES = 200
-_ANSWERED = "answered"  # as `completed`, and the request's endpoint is healthy
+_ANSWERED = "answered"  # like `completed`; also: the request's endpoint is healthy
 _ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
 
 

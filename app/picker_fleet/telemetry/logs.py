@@ -25,7 +25,7 @@ from picker_fleet.scheduling.explain import Explanation
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # operators filter log lines by this logger name
 POOL: Final = ContextVar("pool", default="")  # the running task's pool, if there are several pools
 _MAX_KINDS = 1000
-_REFUSALS_PER_S = 5  # most lines a second for one refusal code, so that refusals do not flood the log
+_REFUSALS_PER_S = 5  # maximum lines a second for one refusal code, so that refusals do not flood the log
 
 # The fields that every log record has; any other field was passed as `extra`.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}

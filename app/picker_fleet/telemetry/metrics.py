@@ -31,8 +31,8 @@ from picker_fleet.state.reads import TenantRow
 from picker_fleet.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS, POOL_GAUGES, POOL_TOTALS, Labels
 
 OTHER = "other"
-MOST_TENANTS = 1000  # most nodes of tenants with metrics
-_MAX_VALUES = 1000  # most distinct values of a label, and most distinct pairs of two labels' values
+MOST_TENANTS = 1000  # maximum nodes of tenants with metrics
+_MAX_VALUES = 1000  # maximum distinct values of a label; maximum distinct pairs of two labels' values
 _MAX_VALUE_CHARS = 128
 # The most series of a family: even with capped labels, the number of combinations can be large.
 _MAX_SERIES = 10_000
@@ -354,7 +354,7 @@ class LabelCap:
     """Keeps the first 1000 values of a label; any further value becomes `other`.
 
     Clients choose some labels (model names): without a cap they could make the process's memory and metrics
-    page arbitrarily large. `known` values keep their names whatever clients send first.
+    page arbitrarily large. `known` values always keep their names.
     """
 
     def __init__(self, known: Iterable[str] = ()) -> None:

@@ -18,7 +18,7 @@ from picker_tools.audit.replay import (
     same,
 )
 
-KEPT = 50  # most violations that a finding keeps; it counts all
+KEPT = 50  # maximum violations that a finding keeps; it counts all
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _ARRIVAL, _GRANT, _ALL, _DEMOTED = "arrival", "grant", "all", "demoted"
 _UNSERVED = frozenset({
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed",
 })  # fmt: skip
-_ROUNDING = 1e-6  # absolute, as in the scripts
+_ROUNDING = 1e-6  # absolute tolerance, as in the Lua scripts
 _RELATIVE = 1e-9
 _LEAST_KEPT = 1000  # balances
 
@@ -311,7 +311,7 @@ class Quotas(Check):
         self._spent[path, period] = number, max(0.0, (spent if before == number else 0.0) + change)
 
     def _count_all(self) -> None:
-        """Count the requests in flight of each node anew, as the scripts do after a change of nodes."""
+        """Recount the requests in flight of each node, as the scripts do after a change of nodes."""
         self._counts_again = False
         self._parallel.clear()
         for charge in self._charges.values():

@@ -59,7 +59,7 @@ class Rules(msgspec.Struct, frozen=True):
     # The largest part of the stock's upper bound that one request takes.
     claim_share: float = msgspec.field(default=1.0, name="largest_claim")
     queues: bool = msgspec.field(default=True, name="queue_enabled")  # False: requests take no stock
-    log_max: float = 1  # most log entries; 0: no log from here on
+    log_max: float = 1  # maximum log entries; 0: no log from here on
     tenants: Tenants | None = None
 
     @classmethod

@@ -47,7 +47,7 @@ class Service:
         return cls(since, 0.0, claim, claim - v, -debt - v)
 
     def add(self, share: float, tag: float, v: float, largest: float, *, is_correction: bool) -> str:
-        """Record a dispatch of `share`, or a correction by `share`, that moved the tag to `tag`. Returns the
+        """Record that a dispatch, or a correction, charged `share` and set the tag to `tag`. Returns the
         violation, or ''."""
         self.served += share
         claim = max(0.0, v - tag)

@@ -34,7 +34,7 @@ class Starvation(Check):
         super().__init__(finding, replay)
         self._not_due: list[_Key] = []  # a heap: waiting requests that are not overdue yet
         self._overdue: list[_Key] = []  # overdue requests, sorted
-        self._keys: dict[str, _Key] = {}  # id of a waiting request -> its key
+        self._keys: dict[str, _Key] = {}  # id of a waiting request -> its sort key
         self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> its overdue requests
         self._credit = 0.0  # sum of the guard's shares at dispatches with an overdue request
         self._limits: dict[str, float] = {}  # overdue request -> the `_credit` by which it must be served

@@ -21,7 +21,7 @@ from picker_tools.load.result import (
 )
 from picker_tools.load.scenarios import Source
 
-MAX_CASES = 5  # most cases that the report lists for a broken promise
+MAX_CASES = 5  # maximum cases that the report lists for a broken promise
 
 
 class Verdict(StrEnum):

@@ -77,7 +77,7 @@ _CHUNK_BYTES = 1024 * 1024
 # Envoy buffers request bodies up to this size for retries (G9). In modes other than `standard` Envoy also
 # buffers JSON answers, to read usage, and replaces a longer JSON answer by status 500.
 _BODY_BYTES = 32 * 1024 * 1024
-_BODY_S = 60.0  # most seconds for sending a whole body, and for reading the end of an answer
+_BODY_S = 60.0  # maximum seconds for sending a whole body, and for reading the end of an answer
 _SILENT_S = 3600.0  # timeout of a request on which no byte moves in either direction
 _ANSWER_MARGIN_S = 60.0
 

@@ -32,7 +32,7 @@ _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
 _REPLICA_GRACE_S = 10.0  # time for replicas to leave the pool; without Envoy they have no requests
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # most replicas that start at once: with more, some start too slowly and fail
+_STARTED_TOGETHER = 10  # maximum replicas that start at once: with more, some start too slowly and fail
 _VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port before Valkey
 
 

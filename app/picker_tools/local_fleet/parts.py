@@ -52,7 +52,7 @@ VALKEY_SETTINGS = (
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # most bytes of a path, as Linux allows 108 and other systems 104
+_LONGEST_SOCKET_PATH = 100  # maximum bytes of a path, as Linux allows 108 and other systems 104
 
 
 def write_private(path: Path, text: str) -> None:

@@ -45,7 +45,7 @@ class KeptBlocks:
         self._kept: dict[str, tuple[Sequence, asyncio.TimerHandle]] = {}
 
     def keep(self, sequence: Sequence, host: str, port: int) -> KvTransfer:
-        """Keep the blocks of the complete `sequence`; returns what its decode server needs."""
+        """Keep the blocks of the complete `sequence`; returns the parameters for its decode server."""
         name = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(KEPT_S, self.free, name)
         self._kept[name] = sequence, timer

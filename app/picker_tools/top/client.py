@@ -27,7 +27,7 @@ class AdminError(PickerError):
 
 class AdminClient:
     """A client of the admin API below `url` (`http://host:port`, or `host:port`) with the bearer `token`. For
-    `https`, the file `ca` has the trusted authorities; by default those of the machine are trusted.
+    `https`, the file `ca` has the trusted authorities; by default the machine's authorities are trusted.
 
     Every method raises AdminError if the API is unreachable, is silent for 4 s, refuses the call, or sends an
     answer that cannot be parsed. Unless the API refused a change, the change may have been made.

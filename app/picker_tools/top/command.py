@@ -26,7 +26,7 @@ from picker_tools.top.client import AdminClient, AdminError, Event
 
 Row = Any  # a row of one of the API's lists (admin/models.py)
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_MAX_CELLS = 48  # most characters in a cell of a table
+_MAX_CELLS = 48  # maximum characters in a cell of a table
 _LOW_SHARE = 0.8  # a flow below this fraction of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
@@ -36,7 +36,7 @@ _STYLES = {
 }  # fmt: skip
 _QUEUE_ROWS = 200
 _RECONNECT_S = 1.0
-_HISTORY = 300  # most snapshots kept, one a second
+_HISTORY = 300  # maximum snapshots kept, one a second
 _MAX_DECISIONS = 200
 _VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # action -> the view in which it is available
 

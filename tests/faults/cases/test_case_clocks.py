@@ -20,7 +20,7 @@ from picker_tools.load.generator import Answer
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
 OFFSETS_S = (300, -300, 0)
-# Each Python process runs this at its start: a replica executes itself anew with its own clock offset.
+# Each Python process runs this at its start: a replica executes itself again with its own clock offset.
 SITE = f"""
 import os, sys
 line = sys.orig_argv

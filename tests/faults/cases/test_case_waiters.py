@@ -13,7 +13,7 @@ from picker_tools.load.generator import Answer, flow_header
 DISPATCHES = 60
 MOST_RATIO = 1.25
 PATIENCE_S = 900.0
-ARRIVING = 200  # the most requests that are sent and not yet queued
+ARRIVING = 200  # maximum requests that are sent and not yet queued
 FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 

@@ -32,7 +32,7 @@ _HEAD_BYTES = 4096
 _TAIL_BYTES = 16_384  # bytes kept from the end of a streamed answer
 _WHOLE_BYTES = 65_536  # bytes kept from the end of a plain JSON answer
 _USAGE_BYTES = 4096  # bytes to read of each usage object in an answer that was not kept whole
-_FEW = 8  # most usage members to try, last first
+_FEW = 8  # maximum usage members to try, last first
 _MOST_INFLATED_BYTES = 2 * 1024 * 1024  # bytes; stop reading usage if a chunk decompresses to more
 _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers, which cannot be token counts
 

@@ -29,8 +29,8 @@ from picker_fleet.ingress.http.check import Answer, Check
 
 PREFIX: Final = b"/check"  # Envoy puts this prefix before client paths, so clients reach no other path
 HEALTH_PATH: Final = b"/healthz"
-_MAX_NAMES, _LONGEST_NAME = 1000, 64  # most cached header names, and most bytes of a name
-_MAX_HEAD_BYTES = 64 * 1024  # most bytes of request line, headers and trailers
+_MAX_NAMES, _LONGEST_NAME = 1000, 64  # maximum cached header names, and maximum bytes of a name
+_MAX_HEAD_BYTES = 64 * 1024  # maximum bytes of request line, headers and trailers
 _VERSIONS = ("1.0", "1.1")
 _IDLE_S = 300.0  # a connection without a request is closed after this many seconds
 _KEEPALIVE_S = 20
