@@ -99,13 +99,6 @@ def test_requests_of_several_sequences_fill_the_batch_with_fewer_requests() -> N
     assert all(16 <= limits[A] <= 18 for limits in pool.run(60))
 
 
-def test_engines_of_different_sizes_get_limits_of_their_own() -> None:
-    pool = Pool({A: Engine(4), B: Engine(64)})
-    pool.run(20)
-    assert 4 <= pool.controller.limits()[A] <= 6
-    assert 64 <= pool.controller.limits()[B] <= 74
-
-
 def test_only_an_engine_that_can_run_fewer_requests_gets_a_lower_limit_and_within_10_s() -> None:
     # The prompts of one engine grow, so that its KV cache holds a quarter of the requests.
     long, other = Engine(64, kv_tokens=64 * 120), Engine(16)
@@ -195,12 +188,6 @@ def test_configured_bounds_hold_every_limit() -> None:
     assert pool.run(20)[-1] == {A: 20}
     pool.controller.configure(least=4, most=12, initial=8)
     assert pool.run(1)[-1] == {A: 12}
-
-
-def test_a_reason_names_the_signal_and_the_load() -> None:
-    pool = Pool({A: Engine(32)})
-    pool.run(20)
-    assert pool.reason().startswith(("engine queued", "requests wait"))
 
 
 def test_without_pages_a_limit_follows_the_throughput() -> None:

@@ -185,21 +185,6 @@ def test_the_newest_request_is_preempted_when_blocks_run_out_and_resumes_first()
     assert engine.schedule() == [new, waiting]
 
 
-def test_the_newest_request_takes_the_free_blocks_and_then_is_preempted() -> None:
-    few = Limits(kv_blocks=3, block_size_tokens=4)
-    engine, old, new = engine_with(few, sequence(7, 1), sequence(2, 9))
-    engine.schedule()
-    # The sequence `new` fills its block first, and is preempted when it needs another block.
-    assert engine.grow(new, 9) == 2
-    assert engine.grow(new, 7) == 0
-    assert new.phase is Phase.WAITING
-    # The sequence `new` runs again only once there is memory for one more token.
-    assert engine.schedule() == []
-    engine.release(old)
-    assert engine.schedule() == [new]
-    assert engine.grow(new, 7) == 7
-
-
 TOKENS = st.integers(1, 20)
 LIMITS = st.builds(
     Limits, max_num_seqs=st.integers(1, 5), kv_blocks=st.integers(10, 20), block_size_tokens=st.just(4),
