@@ -32,7 +32,6 @@ async def test_a_request_keeps_its_placement_until_its_late_end_of_stream(fleet:
         second = await waiting(it, a, "second", flow="llama")
         times_s.append(20.0)
         answers = await converse(exchange, body())
-        # Envoy gets the original placement, which the request has kept; no request is counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         assert events_of(await it.log(), "made-1") == ["bypassed"]

@@ -29,7 +29,6 @@ E1 = addresses(1)[0]
 
 async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=150) as (it, a):
-        # Each of 200 calls in one loop turn gets its own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [name_of(verdict) for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
@@ -39,14 +38,12 @@ async def test_more_items_than_a_call_carries_are_each_answered_in_order(fleet: 
 
 
 async def test_a_library_flushed_before_every_call_is_loaded_again(fleet: OpenFleet) -> None:
-    # The server loses its library before every call.
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
             a.beat, lambda: a.publish(E1, upper_per=1), lambda: a.admit("r1"), lambda: b.admit("r2"),
             lambda: a.store.renew("r1", 1, "", ""), lambda: a.settle("r1"), lambda: b.place("r2"),
             lambda: b.store.cancel("r2", 1, "withdrawn"), b.sweep, lambda: b.store.state(60),
         )  # fmt: skip
-        # Each call succeeds, because the replica loads the library again.
         for call in calls:
             await it.redis.function_flush()
             await call()
@@ -55,7 +52,6 @@ async def test_a_library_flushed_before_every_call_is_loaded_again(fleet: OpenFl
 
 
 async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(fleet: OpenFleet) -> None:
-    # One request is in flight, one request is granted, one request is queued.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
@@ -95,31 +91,25 @@ async def test_a_renewal_is_not_retried_after_the_end_of_its_request(fleet: Open
 
 
 async def test_a_script_error_fails_its_call_and_not_the_next(fleet: OpenFleet) -> None:
-    # The pool key has the wrong type.
     async with fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
-        # A script fails, and the caller gets the error's text.
         with pytest.raises(ScriptFailed, match="refused admit"):
             await a.admit("r")
-        # The connection remains usable.
         await it.redis.restore(it.keys.pool, 0, kept, replace=True)
         assert name_of(await a.admit("r")) == "placed"
 
 
 async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valkey: Server) -> None:
-    # The replica starts while its Redis server is not running.
     valkey.kill()
     a = Replica(valkey.url, pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
-        # A call fails with StateUnavailable within the deadline.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable, match="cannot be reached"):
                 await a.admit("r1")
         assert a.store.fault
         assert set(a.lost) == {"refused"}
-        # Once the server has started, calls succeed.
         await asyncio.to_thread(valkey.revive)
         await until(lambda: a.store.fault is None)
         await a.publish(E1)
@@ -145,7 +135,6 @@ async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_ar
                     with pytest.raises(StateUnavailable):
                         await call
         assert not settled.done()
-        # The failed calls changed nothing; other replicas are served.
         assert name_of(await b.admit("r3")) == "queued"
         between.vanished = False
         assert await settled == SETTLED
@@ -186,7 +175,6 @@ async def test_a_cut_idle_connection_is_replaced_without_a_call(fleet: OpenFleet
     async with fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
-        # The server cuts an idle connection; the replica connects again without a call.
         await it.redis.client_kill_filter(skipme=True)
         await until(lambda: link.connection_epoch > epoch and link.fault is None)
 

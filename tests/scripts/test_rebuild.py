@@ -137,7 +137,6 @@ async def test_a_later_heartbeat_registers_waiting_requests_whose_registration_f
 
 
 async def test_a_replica_that_counted_as_silent_registers_its_requests_again(fleet: OpenFleet) -> None:
-    # A replica with a stream and a waiting request counts as silent.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, _):
         _, (waiter,) = await filled(it, 2, 1)
         await it.redis.zadd(it.keys.replicas, {"a": 1})

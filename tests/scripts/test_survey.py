@@ -124,17 +124,14 @@ async def test_the_fleet_state_cache_reads_nothing_while_no_operator_asks(fleet:
     async with fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
-            # The cache runs without callers: the cache reads nothing.
             await it.after(100)
             assert cache.last.queues == ()
             assert not await is_left(it)
-            # After a call, the cache refreshes by itself for a while.
             first = await cache.get()
             await cache.get()
             await until(lambda: cache.last is not first)
             assert len(cache.last.queues) == FLOWS
 
-            # Without further calls, the cache stops refreshing itself.
             async def no_more() -> bool:
                 last = cache.last
                 await it.after(500)
