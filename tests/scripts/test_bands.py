@@ -7,7 +7,6 @@ import pytest
 import redis
 from direct_calls import DirectPool, arrival
 
-from picker_fleet.domain.bands import Bands
 from picker_fleet.state import schema
 
 OTHERS = 61  # maximum dynamic bands, in addition to the three named bands
@@ -89,20 +88,6 @@ def test_a_failed_call_creates_no_band(full: DirectPool) -> None:
     assert list(lengths_of(full)) == [10, 0, -10]
     queue(full, [7])
     assert lengths_of(full)[7] == 1
-
-
-@pytest.mark.parametrize("priority", [7, -(2**31), 2**31 - 1])
-def test_a_request_is_restored_in_the_band_of_its_accounting_token(full: DirectPool, priority: int) -> None:
-    band = Bands().of(priority)
-    token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
-    full.call("renew", "a", "lost", "1", "", token, 0)
-    assert priority in lengths_of(full)
-    # The request's band is kept while the request is in flight.
-    sweep(full)
-    assert priority in lengths_of(full)
-    full.settle("lost")
-    sweep(full)
-    assert priority not in lengths_of(full)
 
 
 TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"

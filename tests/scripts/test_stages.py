@@ -62,45 +62,6 @@ def staged(client: redis.Redis, pool: str) -> StagedPool:
     return StagedPool(client, pool)
 
 
-def test_one_call_reserves_an_endpoint_of_each_stage(staged: StagedPool) -> None:
-    staged.stages(fallbacks=1)
-    (first, prefillers), (second, others) = staged.split("r1"), staged.split("r2")
-    assert {first, second} == {"d:1", "d:2"}
-    assert {prefillers, others} == {"p:1,p:2", "p:2,p:1"}
-    assert staged.counts() == {"d:1": 1, "d:2": 1}
-    assert staged.prefill_counts() == {"p:1": 1, "p:2": 1}
-
-
-def test_an_endpoint_that_only_prefills_is_never_asked_to_decode(staged: StagedPool) -> None:
-    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10)
-    for n in range(6):
-        assert staged.split(f"r{n}")[0] == "d:1"
-    assert staged.admit("picky", candidates="p:1")[:2] == ["refused", "no-endpoints"]
-    state = staged.call("state", 60_000)
-    assert (state[6], float(state[4])) == (1, 10)  # the upper bound of one ready endpoint
-
-
-@pytest.mark.parametrize("end", ["the first token", "the end", "a cancel"])
-def test_a_prefill_reservation_ends_once(staged: StagedPool, end: str) -> None:
-    staged.stages()
-    staged.split("r1")
-    if end == "the first token":
-        assert [staged.prefilled("r1"), staged.prefilled("r1")] == ["released", "unknown"]
-    if end == "a cancel":
-        staged.call("cancel", "a", "r1", "1", "cancelled")
-    staged.settle("r1")
-    assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
-    assert staged.client.zcard(f"{staged.prefix}prefills") == 0
-
-
-def test_an_endpoint_of_both_stages_serves_a_request_whole(staged: StagedPool) -> None:
-    staged.stages({"b:1": BOTH, "p:1": PREFILL}, upper_per=10)
-    staged.split("busy", prefill="p:1")
-    assert staged.split("r1", prefill="b:1=1,p:1=0") == ("b:1", "")
-    assert staged.split("r2", prefill="p:1") == ("b:1", "p:1")
-    assert (staged.counts(), staged.prefill_counts()) == ({"b:1": 3}, {"b:1": 0, "p:1": 2})
-
-
 def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged: StagedPool) -> None:
     staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10, lower_per=10, prefill_caps={"p:1": 1})
     staged.split("r1")
