@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tables import cases
 
 from picker_fleet import cli
 from picker_fleet.domain.bands import Band
@@ -268,16 +267,6 @@ def test_contradictory_values_are_reported_in_one_line_that_names_the_section(
     message = fault(tree)
     assert message.startswith(f"{where}: ")
     assert "\n" not in message
-
-
-@cases("listed, says", {
-    "unknown": ([{"name": "speed"}], r"scheduling.scorers.speed.*: no scorer is named 'speed'; valid"),
-    "twice": ([{"name": "random"}, {"name": "random", "weight": 2}], "scheduling.scorers: .*is named twice"),
-    "no number": ([{"name": "random", "weight": "much"}], "scheduling.scorers.random: .*number"),
-    "no weights": (["random"], r"scheduling.scorers: .*map scorers to weights, or list \{name, weight\}"),
-})  # fmt: skip
-def test_a_fault_in_a_list_of_scorers_is_named(listed: object, says: str) -> None:
-    assert re.match(says, fault({"scheduling": {"scorers": listed}}))
 
 
 def test_scorers_are_a_list_or_a_mapping() -> None:
