@@ -12,6 +12,7 @@ from crowd import http_client
 from edge_envoy import Edge, admitted, edge, http_manager
 from fleet_load import at_rest, decisions, exchange, metric
 from http2_client import upload
+from model_servers import Failure, failing_servers, http_answer, static
 
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
@@ -240,7 +241,7 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
         writer.close()
 
 
-@pytest.mark.parametrize("mode", MODES)  # this is the last test: it ends the fleet of the fixture `here`
+@pytest.mark.parametrize("mode", MODES)  # from here on, tests end the fleet of the fixture `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwarded_for_header(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:
@@ -256,3 +257,25 @@ async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwar
     # The model server, which few of the requests reach, does not know the models.
     assert codes.count("too_many_flows") >= 6, codes
     assert set(codes) <= {"model_not_found", "too_many_flows"}
+
+
+async def test_long_answers_that_their_clients_do_not_read_hold_no_place(fleet: Any, tmp_path: Path) -> None:
+    async with failing_servers(1, 0.0) as servers:
+        servers.poison = Failure(http_answer(b"x" * 12_000_000, kind="text/event-stream"))
+        config = {"discovery": static(servers.addresses)}
+        here = await asyncio.to_thread(partial(fleet, *SMALL[:4], "--endpoints", "0", config=config))
+        body = json.dumps({**ASK, "prompt": "poison"}).encode()
+
+        async def placements() -> int:
+            return [entry.event for entry in await decisions(here)].count("bypassed")
+
+        for number, mode in enumerate(MODES, 1):
+            with edge(here, tmp_path / mode, mode=mode) as strangers:
+                async with upload(strangers.url, window=0) as client:
+                    _, writer = await asyncio.open_connection(LOOPBACK, strangers.port)
+                    writer.write(request("POST", "/v1/completions", body=body))
+                    await client.send_open(body)
+                    await client.end()
+                    await here.eventually(placements, (2 * number).__eq__)
+                    await at_rest(here, within_s=30)
+                    writer.transport.abort()
