@@ -86,7 +86,7 @@ _CONFIG: Mapping[str, Any] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=int, default=10, help="simulated minutes (%(default)s)")
+    parser.add_argument("--minutes", type=int, default=9, help="minutes after the first (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
 
 
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
                 clients = [
                     tasks.create_task(client) for client in _clients(fleet, log, random.Random(options.seed))
                 ]
-                for minute in range(options.minutes):
+                for minute in range(1 + options.minutes):
                     await log.follow(_MINUTE_S)
                     if minute == 0:
                         log.restart()
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
                     each.cancel()
 
         lapse.run_until_complete(life())
-    _check(log, (options.minutes - 1) * _MINUTE_S, findings)
+    _check(log, options.minutes * _MINUTE_S, findings)
 
 
 def _check(log: "_Log", seconds: float, findings: Findings) -> None:
