@@ -8,9 +8,9 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
---   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown), the
---   size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer), its usage
---   ('PROMPT,CACHED,ANSWER' tokens, ',,ANSWER' at least as many, '' unknown)
+--   answered well; client_gone; upstream_failed), its real cost ('' unknown; below 0: at least), its answer's tokens
+--   ('' unknown), the size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer),
+--   its usage ('PROMPT,CACHED,ANSWER' tokens, ',,ANSWER' at least as many, '' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'
@@ -19,6 +19,7 @@ local function correct_charge(r, actual)
   -- A bypassed request has no tag (-1) and was charged nothing. Tags of other requests may be below 0 too, since a
   -- refund under one policy may exceed the charge under another.
   if r.tag == -1 or not actual then return end
+  if actual < 0 then actual = math.max(r.cost, -actual) end
   actual = bands.clamp_cost(actual)
   if actual == r.cost or r.cost == 0 then return end -- a free request stays free
   queue.charge_band(r, actual - r.cost)

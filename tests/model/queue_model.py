@@ -488,6 +488,8 @@ class QueueModel(PoolModel):
 
     def _correct(self, r: Request, actual: float | None) -> None:
         """Correct the charges of r's flow queue and band to its actual cost. A bypass was not charged."""
+        if actual is not None and actual < 0:
+            actual = max(r.cost, -actual)
         if r.tag is None or actual is None or actual == r.cost:
             return
         self.queue.charge_band(r, actual - r.cost)

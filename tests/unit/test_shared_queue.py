@@ -248,6 +248,15 @@ async def test_a_request_is_settled_with_the_real_cost(
     assert bench.store.settled == [("r", actual, learned)]
 
 
+async def test_a_stream_without_usage_costs_at_least_a_token_for_each_256_bytes() -> None:
+    bench = Bench(config=TOKENS)
+    stream = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1)
+    stream = stream._replace(content_type="text/event-stream", body_bytes=25_600)
+    bench.gate.settle(stream)
+    bench.gate.settle(stream._replace(outcome=Outcome.CLIENT_GONE, prompt_tokens=7, completion_tokens=1))
+    assert bench.store.settled == [("r", -100.0, None), ("r", 107.0, None)]
+
+
 @pytest.mark.parametrize("odd", [0, 2])
 async def test_the_end_of_a_request_that_is_reported_twice_is_counted_once(
     odd: int, bench: Bench, monkeypatch: pytest.MonkeyPatch

@@ -34,24 +34,36 @@ def ignore_loss(answer: asyncio.Future[Any]) -> None:
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
+def _least_answer(completion: Completion) -> int:
+    """The least tokens of a stream, by its size: else a client could take more than its share and its limits
+    by not asking for usage, or by leaving before the last event."""
+    is_stream = completion.content_type.startswith("text/event-stream")
+    return completion.body_bytes // _EVENT_BYTES if is_stream else 0
+
+
+def _is_cut(completion: Completion) -> bool:
+    """Whether the answer ended after its first event, in which Anthropic's API reports 0 or 1 tokens."""
+    return completion.outcome is not Outcome.COMPLETED and completion.completion_tokens in (0, 1)
+
+
+def _tokens(completion: Completion) -> tuple[int | None, int | None]:
+    """The tokens of prompt and answer; None if unknown."""
+    answer = completion.completion_tokens
+    if answer is not None and _is_cut(completion):
+        answer = max(answer, _least_answer(completion))
+    return completion.prompt_tokens, answer
+
+
 def _usage(completion: Completion) -> str:
     """The tokens of prompt, prompt from a cache, and answer, as the script `settle` reads them; '' if
-    unknown. A stream without usage, or cut before its usage, has at least a token in each _EVENT_BYTES: else
-    a client could take more than its limits by not asking for usage, or by leaving before the last event."""
-    prompt, answer = completion.prompt_tokens, completion.completion_tokens
-    is_cut = completion.outcome is not Outcome.COMPLETED and answer in (
-        0,
-        1,
-    )  # Anthropic's first event has these
-    if not (prompt is None or answer is None or is_cut):
+    unknown."""
+    prompt, answer = _tokens(completion)
+    if prompt is not None and answer is not None:
         return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
     if 400 <= completion.status < 500:
         return "0,0,0"  # the engine refused the request
-    is_stream = completion.content_type.startswith("text/event-stream")
-    answer = max(answer or 0, completion.body_bytes // _EVENT_BYTES if is_stream else 0)
-    if prompt is None:
-        return f",,{answer}" if answer else ""
-    return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
+    least = max(answer or 0, _least_answer(completion))
+    return f",,{least}" if least else ""
 
 
 class Reports:
@@ -129,10 +141,14 @@ class Reports:
     def _tell_end(self, completion: Completion, token: str) -> asyncio.Future[SettleReply]:
         actual = answer_tokens = prompt_size = None
         if self._counts_tokens:
-            answer_tokens = completion.completion_tokens
-            if answer_tokens is not None and completion.prompt_tokens is not None:
-                actual = float(completion.prompt_tokens + answer_tokens)
+            prompt, answer_tokens = _tokens(completion)
+            if answer_tokens is not None and prompt is not None:
+                actual = float(prompt + answer_tokens)
                 prompt_size = accounting_token.prompt_size_of(token)
+                if _is_cut(completion):
+                    answer_tokens = prompt_size = None  # they would teach nothing
+            elif least := _least_answer(completion):
+                actual = -float(least)
         if actual is None and 400 <= completion.status < 500:
             actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
         answer = self._store.settle(
