@@ -229,11 +229,11 @@ class Store:
     ) -> asyncio.Future[SettleReply]:
         """Report an end. The call is repeated until Redis accepts it.
 
-        `actual` is the request's real cost, in the unit of its charge; below 0: at least -actual. The answer's
-        length, `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later estimates; give the
-        size only if `actual` is the tokens of that text and of the answer. None: unknown. `usage` corrects
-        the charges of the request's tenants; it is `PROMPT,CACHED,ANSWER` in tokens, `,,ANSWER` if at
-        least so many, '' if unknown.
+        `actual` is the request's real cost, in the unit of its charge; below 0: at least -actual. The
+        answer's length, `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later
+        estimates; give the size only if `actual` is the tokens of that text and of the answer. None: unknown.
+        `usage` corrects the charges of the request's tenants; it is `PROMPT,CACHED,ANSWER` in tokens,
+        `,,ANSWER` if at least so many, '' if unknown.
         `answered`: the answer shows that the endpoint is healthy. `urgent`: send the call at once, since
         another request may wait for the freed capacity.
         """
