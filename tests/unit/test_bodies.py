@@ -29,7 +29,7 @@ def raw_deflate(text: bytes) -> bytes:
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
-    "gzip": gzip.compress,
+    "gzip": functools.partial(gzip.compress, compresslevel=1),
     "x-gzip": gzip.compress,
     "deflate": zlib.compress,
     "Deflate": raw_deflate,
