@@ -97,18 +97,6 @@ async def test_ranges_of_flow_queues_list_their_requests_in_order(fleet: OpenFle
             assert score is None
 
 
-async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, starvation_ms=1) as (it, a):
-        await queued_behind_one(it, ("late", "f", 1))
-        await it.after(5)
-        await a.beat()
-        await a.admit("early", flow="f")
-        ((late, early),) = await a.store.reads.queued([RankRange(0, "f", 0, 9)])
-        assert (late.id, late.overdue) == ("late", True)
-        assert late.overdue_in_s < 0
-        assert (early.id, early.overdue) == ("early", False)
-
-
 async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet) -> None:
     # 230 requests are in flight, two of these granted but not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
