@@ -27,7 +27,6 @@ _MOST_SHARE, _MOST_ERRORS, _BACK_S = 0.02, 0.005, 10.0
 # A failing server that passes health checks gets three tries: 1, 3 and 7 s after its first failure.
 _TRIES = 3
 _AT_FIRST_S, _ROLLED_S, _STUCK_S = 1.0, 8.0, 30.0
-_REFUSED_S = 3.0  # added to _AT_FIRST_S: refusals count only from the 64th in a row at a replica
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +103,7 @@ async def _one(
     async with _clients(fleet, _CLIENTS) as load:
         await answered(load, 2 * _CLIENTS)
         servers.failing[broken] = failure
-        await asyncio.sleep(_AT_FIRST_S + _REFUSED_S * (failure is FAILURES["404"]))
+        await asyncio.sleep(_AT_FIRST_S)
         servers.hits.clear()
         load.history.clear()
         await asyncio.sleep(_ROLLED_S)

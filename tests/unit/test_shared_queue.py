@@ -257,11 +257,11 @@ async def test_a_stream_without_usage_costs_at_least_a_token_for_each_256_bytes(
     assert bench.store.settled == [("r", -100.0, None), ("r", 107.0, None)]
 
 
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("is_odd", [False, True])
 async def test_the_end_of_a_request_that_is_reported_twice_is_counted_once(
-    odd: int, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    is_odd: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AnswerComparison, "add", lambda *_: odd)
+    monkeypatch.setattr(AnswerComparison, "compare", lambda _, end, token: end._replace(is_odd=is_odd))
     end = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1, accounting_token="t")
     bench.gate.settle(end)
     bench.gate.settle(end)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from picker_fleet.admission.ledger import Entry, Ledger
 from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.scheduling.answer_comparison import FAILING, ODD, AnswerComparison
+from picker_fleet.scheduling.answer_comparison import AnswerComparison
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import FaultReply, SettleReply, SuspicionReply, TombstoneReply
@@ -94,15 +94,13 @@ class Reports:
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
         """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
         the request was never placed."""
-        odd = self._answers.add(completion, token) if token and completion.is_read else 0
-        compared = completion._replace(fault=ODD) if odd else completion
-        self.note_end(compared, token, is_failing=not 0 < odd < FAILING)
+        compared = self._answers.compare(completion, token)
+        self.note_end(compared, token)
         answered = partial(self._on_answered_end, completion, token, entry)
         self._tell_end(compared, token).add_done_callback(answered)
 
-    def note_end(self, completion: Completion, token: str, *, is_failing: bool = True) -> None:
-        """Record the latency and failures of endpoints from a request's end; not `is_failing`: one odd answer
-        proves no failure."""
+    def note_end(self, completion: Completion, token: str) -> None:
+        """Record the latency and failures of endpoints from a request's end."""
         if not completion.is_read:
             return
         if token:  # if 'left', the request was never placed
@@ -111,7 +109,7 @@ class Reports:
             self._note_failed(completion.failed)
         if not (completion.fault or completion.passed_over):
             return
-        if token and completion.fault and is_failing:
+        if token and completion.fault:
             endpoint = completion.served or accounting_token.endpoint_of(token)
             self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
         if token and completion.passed_over:

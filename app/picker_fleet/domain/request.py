@@ -147,7 +147,8 @@ class Completion(NamedTuple):
     `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's, and
     `content_type` and `body_bytes` describe the answer's body. If not `is_read`, the endpoint has sent its
     answer, and another end follows when the client has read it: only that end is counted. `is_late`: the
-    client read so slowly that an end with `is_read` False came before, maybe to another replica.
+    client read so slowly that an end with `is_read` False came before, maybe to another replica. `is_odd`:
+    other endpoints give no such answers (`scheduling/answer_comparison.py`).
     """
 
     id: str
@@ -173,11 +174,13 @@ class Completion(NamedTuple):
     body_bytes: int = 0
     is_read: bool = True
     is_late: bool = False
+    is_odd: bool = False
 
     @property
     def answered(self) -> bool:
         """Whether the endpoint answered with success. Also False after an error of the client's."""
-        return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
+        is_success = self.outcome is Outcome.COMPLETED and 200 <= self.status < 300
+        return is_success and not self.fault and not self.is_odd
 
 
 # Values of `Fault.why`; `fault_of` returns further ones.

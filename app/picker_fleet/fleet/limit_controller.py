@@ -12,7 +12,7 @@ has to find the number at which an engine's batch is full and nothing waits behi
   nears its end only ends the doubling: once it is full, the engine queues or preempts.
 - A limit at which a configured latency objective would be missed falls, and no limit grows that far.
 - Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
-the pool then completes more requests a second; at times down, and back unless the rate holds.
+  the pool then completes more requests a second; at times down, and back unless the rate holds.
 
 Limits count requests, or the tokens that the fleet has charged for requests in flight. In tokens, the page's
 fraction of running requests gives the number of running tokens.
