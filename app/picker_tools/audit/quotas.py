@@ -260,7 +260,7 @@ class Quotas(Check):
         path, unit, per, amount = (entry.note.split(BETWEEN) + [""] * 4)[:4]
         (by,) = _numbers(entry, [amount], 1)
         if unit == "budget":
-            self._spend(path, per, entry, -by)
+            self._count_spent(path, per, entry, -by)
             return
         (per_ms,) = _numbers(entry, [per], 1)
         for limit in dict(self._path(path))[path].limits:
@@ -297,7 +297,7 @@ class Quotas(Check):
             for limit in node.limits:
                 self._owe(path, limit, entry, change(limit.unit))
             if node.budget is not None:
-                self._spend(path, node.budget.period, entry, change("units"))
+                self._count_spent(path, node.budget.period, entry, change("units"))
             if (tokens is None or former is None) and charge.end is None:
                 self._count(path, 1 if former is None else -1)
 
@@ -305,7 +305,7 @@ class Quotas(Check):
         owed, now_ms = max(0.0, self._owed_now(path, limit, entry) + change), entry.time_us / 1000
         self._owed[path, limit.unit, limit.per_ms] = owed, now_ms, now_ms + owed * limit.per_ms / limit.amount
 
-    def _spend(self, path: str, period: str, entry: Entry, change: float) -> None:
+    def _count_spent(self, path: str, period: str, entry: Entry, change: float) -> None:
         number = _number(period, entry.time_us)
         before, spent = self._spent.get((path, period), (number, 0.0))
         self._spent[path, period] = number, max(0.0, (spent if before == number else 0.0) + change)
