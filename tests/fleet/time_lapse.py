@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import redis
-from check_client import BODY, Connection, check
+from check_client import BODY, Connection, Reply, check
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import body, converse, headers, response_body, response_headers
@@ -39,6 +39,7 @@ _CLOCK = "test-clock"
 _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
 NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
+_MOST_TURNS = 10_000  # of the event loop at one time: simulated time ends no endless exchange of messages
 HOUR_S = 3600.0
 SERVICE_S = 2.0  # seconds of service of a request
 BOUND = 4  # upper bound of the two model servers together
@@ -122,6 +123,7 @@ class _JumpingSelector(selectors.EpollSelector):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self.now_s = 0.0
+        self._turns = 0  # since the clock has advanced
         self._server = server
         self.ready = _Ready()
 
@@ -135,6 +137,10 @@ class _JumpingSelector(selectors.EpollSelector):
         ]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._turns += 1
+        if self._turns > _MOST_TURNS:
+            self._turns = 0
+            raise AssertionError(f"the replicas work without end at {self.now_s:.3f} s")
         if timeout is not None and timeout <= 0:
             return []  # callbacks that are ready run first
         self._server.catch_up()  # this wait makes events and their order independent of speed
@@ -144,6 +150,7 @@ class _JumpingSelector(selectors.EpollSelector):
         if timeout is None:
             return self._events(0.001)
         self.now_s += max(timeout, _LEAST_JUMP_S)
+        self._turns = 0
         self._server.set_clock(self.now_s)
         return []
 
@@ -199,6 +206,8 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
     try:
         yield loop
     finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         asyncio.set_event_loop(None)
@@ -227,16 +236,8 @@ class Replica:
 
     async def http(self, request_id: str, seconds: float) -> None:
         assert self.bound.http is not None
-        connection = Connection(*await asyncio.open_connection(*self.bound.http.split(":")))
-        connection.send(check(x_request_id=request_id))
-        reply = await connection.reply()
-        await connection.close()
+        reply, entry = await checked(self.bound.http, BODY, {"x-request-id": request_id})
         assert reply.status == 200, reply
-        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
-        check_result = entry.common_properties.metadata.filter_metadata[accesslog.EXT_AUTHZ]
-        check_result.update(
-            {name: reply.headers[name] for name in accesslog.METADATA_HEADERS if name in reply.headers}
-        )
         await self._runs(entry, seconds)
 
     async def _runs(self, entry: Any, seconds: float) -> None:
@@ -254,6 +255,23 @@ class Replica:
 
     def _report(self, entry: Any) -> None:
         self._log.on_message(message_of(entry))
+
+
+async def checked(address: str, said: bytes, named: Mapping[str, str]) -> tuple[Reply, Any]:
+    """A replica's reply to a check with the body `said` and the headers `named`, and Envoy's access-log entry
+    of the request."""
+    connection = Connection(*await asyncio.open_connection(*address.split(":")))
+    try:
+        connection.send(check(body=said, **named))
+        reply = await connection.reply()
+    finally:
+        connection.leave()
+    entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": named["x-request-id"]})
+    check_result = entry.common_properties.metadata.filter_metadata[accesslog.EXT_AUTHZ]
+    check_result.update(
+        {name: reply.headers[name] for name in accesslog.METADATA_HEADERS if name in reply.headers}
+    )
+    return reply, entry
 
 
 def entry_of(request_id: str, answers: Iterable[Any]) -> accesslog_pb2.HTTPAccessLogEntry:
@@ -342,7 +360,7 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
         assert pool.admission.failover.outage is None
         state = await pool.store.state(60.0)
         assert (state.stock, state.queued, state.leases, state.overdue) == (0, 0, 0, 0)
-        assert set(state.in_flight.values()) <= {0}
+        assert set(state.in_flight.values()) | set(state.prefill_in_flight.values()) <= {0}
         assert set(state.queue_bytes.values()) == {0}
         assert 0 <= state.guard_credit <= 1.1
         assert 0 <= state.drain_rate < 100
@@ -352,8 +370,25 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
         assert len(state.replicas) == len(some.replicas)
         assert pool.admission.queue.places_are_awaited is False
     prefix = "epp:{default}:"
-    for name in ("requests", "inflight", "timers", "overdue", "limits", "suspects", "blockers"):
+    empty = (
+        "requests",
+        "inflight",
+        "timers",
+        "overdue",
+        "limits",
+        "suspects",
+        "blockers",
+        "prefills",
+        "budget_waits",
+    )
+    for name in empty:
         assert not client.exists(prefix + name), name
+    parallel = {
+        name: count
+        for name, count in client.hgetall(f"{prefix}balances").items()
+        if name.endswith(b"\x1fparallel")
+    }
+    assert not any(map(float, parallel.values())), parallel
     assert not list(client.scan_iter(f"{prefix}queue:*"))
     for name in client.scan_iter(f"{prefix}finish:*"):
         assert client.zcard(name) <= 1

@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
+from schedule_faults import FIRST_SEED
 from schedules import report_of
 
 from bench.fairness.scenarios import Job
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     if options.requests:
         _audit_requests(options, findings)
     if options.schedules:
-        _run_schedules(range(options.schedules), findings)
+        half = options.schedules // 2
+        _run_schedules(range(FIRST_SEED - half, FIRST_SEED + half), findings)
     if options.examples:
         _run_queue_machine(options.examples, findings)
 
