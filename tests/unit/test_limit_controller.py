@@ -20,16 +20,18 @@ class Engine:
     preemptions: float = 0.0
     sequences: int = 1  # number of sequences of a request
     has_page: bool = True
+    passed_on: int = 10**9  # most requests that the server passes on to the engine
 
     def running(self, in_flight: int) -> int:
-        return min(in_flight * self.sequences, self.slots, int(self.kv_tokens / self.tokens))
+        return min(in_flight * self.sequences, self.slots, self.passed_on, int(self.kv_tokens / self.tokens))
 
     def page(self, in_flight: int, age_s: float = 0.1) -> Page | None:
         if not self.has_page:
             return None
         running = self.running(in_flight)
         kv = min(running * self.tokens / self.kv_tokens, 1.0)
-        return Page(age_s, in_flight * self.sequences - running, running, kv, self.preemptions)
+        passed_on = min(in_flight * self.sequences, self.passed_on)
+        return Page(age_s, passed_on - running, running, kv, self.preemptions)
 
 
 @dataclass
@@ -82,6 +84,7 @@ def test_a_limit_finds_the_batch_of_an_engine_within_20_s_and_stays_there(slots:
     pool.run(20)
     for limits in pool.run(120):
         assert slots <= limits[A] <= max(slots * 1.15, slots + 2)
+    assert pool.reason().startswith(("engine queued", "requests wait"))
 
 
 @pytest.mark.parametrize("slots", [1, 4, 32])
@@ -115,9 +118,9 @@ def test_only_an_engine_that_can_run_fewer_requests_gets_a_lower_limit_and_withi
     assert pool.controller.limits()[A] > 40
 
 
-def test_a_load_below_the_limit_moves_nothing() -> None:
-    pool = Pool({A: Engine(32)}, demand=5)
-    assert pool.run(60)[-1] == {A: 8}
+@pytest.mark.parametrize("has_page", [True, False])
+def test_a_load_below_the_limit_moves_nothing(has_page: bool) -> None:
+    assert Pool({A: Engine(32, has_page=has_page)}, demand=5).run(60)[-1] == {A: 8}
 
 
 def test_a_full_kv_cache_ends_the_doubling_and_the_limit_settles_where_requests_queue() -> None:
@@ -201,5 +204,7 @@ def test_without_pages_a_limit_follows_the_throughput() -> None:
     assert all(17 <= limit <= 36 for limit in pool.run(60)[-1].values())
 
 
-def test_without_pages_a_load_below_the_limit_moves_nothing() -> None:
-    assert Pool({A: Engine(32, has_page=False)}, demand=5).run(60)[-1] == {A: 8}
+def test_requests_that_the_page_does_not_show_raise_a_limit_only_with_the_throughput() -> None:
+    pool = Pool({A: Engine(256, passed_on=20)})
+    assert max(limits[A] for limits in pool.run(300)) <= 128
+    assert pool.run(120)[-1][A] <= 64

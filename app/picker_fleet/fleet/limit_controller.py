@@ -4,8 +4,7 @@ One controller serves a pool; fleet/limits.py feeds it. The fleet's own count is
 has to find the number at which an engine's batch is full and nothing waits behind the batch (docs/limits.md):
 
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
-  what it gets: first by doubling (slow start), after the first signal of a full engine by small steps
-  (Jacobson, "Congestion avoidance and control", 1988).
+  what it gets: first by doubling (slow start), after the first signal of a full engine by small steps.
 - A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
   The number of running requests then shows how many fit, so the limit falls to that number at once. After a
   fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that
@@ -15,10 +14,7 @@ has to find the number at which an engine's batch is full and nothing waits behi
   the pool then completes more requests a second; at times down, and back unless the rate holds.
 
 Limits count requests, or the tokens that the fleet has charged for requests in flight. In tokens, the page's
-fraction of running requests gives the number of running tokens.
-
-A load below the limit moves nothing. Related: AIMD batching (Clipper, NSDI 2017) and the gradient limits of
-Netflix's concurrency-limits see only latency, and so cannot distinguish a full batch from a larger one.
+fraction of running requests gives the number of running tokens. A load below the limit moves nothing.
 """
 
 import math
@@ -48,7 +44,6 @@ _UP: Final = 1.25
 _DOWN: Final = 0.8
 _WORTH_IT: Final = 0.4  # the rate must grow by this fraction of the limits' growth
 _AS_GOOD: Final = 0.97  # a lower limit must keep this fraction of the rate
-
 
 # Address, limit -> why the limit would make a latency objective be missed; '' if it would not.
 Misses = Callable[[str, int], str]
@@ -89,6 +84,11 @@ class Observation:
         return max(1.0, self.in_flight / max(self.requests, 1))
 
     @property
+    def is_on_page(self) -> bool:
+        """Whether the page shows at least half of the requests; others may wait before the engine's queue."""
+        return self.page is not None and self.page.running + self.page.waiting >= self.requests / 2
+
+    @property
     def load(self) -> str:
         return f"{self.in_flight}{'' if self.tokens is None else ' tokens'} in flight"
 
@@ -108,9 +108,7 @@ class EndpointLimit:
     queued_pages: int = 0  # pages in a row that showed a queue in the engine
     preemptions: float | None = None
     refusals: int | None = None
-    running: list[float] = field(
-        default_factory=list
-    )  # the running requests on each page since the last change
+    running: list[float] = field(default_factory=list)  # by each page since the last change
 
 
 @dataclass(slots=True)
@@ -143,7 +141,6 @@ class LimitController:
     def __init__(self, *, least: int, most: int, initial: int) -> None:
         self._least, self._most, self._initial = least, most, initial
         self.endpoints: dict[str, EndpointLimit] = {}
-        self._misses: Misses = _misses_none
         self._trial: _Trial | None = None
         self._ended: tuple[float, int] | None = None  # time and count of completed requests at the last look
         self._rate = 0.0  # requests that end a second, for each request in flight
@@ -167,7 +164,7 @@ class LimitController:
         `waiting` says whether requests wait in the fleet's queue; `completed` counts the requests that the
         pool has ended. `misses` says which limits would miss a latency objective.
         """
-        self._misses = misses or _misses_none
+        self._misses: Misses = misses or (lambda address, limit: "")
         self.endpoints = {
             address: self.endpoints.get(address)
             or EndpointLimit(self._bounded(self._initial), "new endpoint", now_s)
@@ -176,7 +173,7 @@ class LimitController:
         self._measure_rate(now_s, completed, sum(seen.requests for seen in observed.values()))
         for address, seen in observed.items():
             self._look_at(address, seen, now_s, waiting=waiting)
-        unseen = {address: each for address, each in observed.items() if each.page is None}
+        unseen = {address: each for address, each in observed.items() if not each.is_on_page}
         self._try(unseen, now_s, completed, waiting=waiting)
 
     def limits(self) -> dict[str, int]:
@@ -220,6 +217,7 @@ class LimitController:
         slack = max(one, int(batch * share))
         is_queueing = page.waiting > max(1.0, page.running * share)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
+        may_grow = waiting and not is_queueing and now_s >= known.resumes_s
         if (page.kv_utilisation or 0.0) >= _KV_NEAR:
             known.grows_fast = False
         if known.queued_pages >= _CONFIRMED:
@@ -229,7 +227,7 @@ class LimitController:
         elif preempted > max(1.0, page.running * _PREEMPTED):
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
-        elif waiting and _is_reached(known, seen) and not is_queueing and now_s >= known.resumes_s:
+        elif may_grow and seen.is_on_page and _is_reached(known, seen):
             step = max(one, known.limit if known.grows_fast else known.limit // 16)
             why = f"requests wait, and the engine runs all {seen.load}"
             if self._misses(address, known.limit + step):
@@ -291,7 +289,7 @@ class LimitController:
         for address, limit in former.items():
             least = limit + math.ceil(unseen[address].mean_request)
             moved = max(math.ceil(limit * factor), least) if factor > 1 else math.floor(limit * factor)
-            why = f"no metrics page: a trial, {rate:.1f} requests/s at {limit}"
+            why = f"no usable page: a trial, {rate:.1f} requests/s at {limit}"
             self._move(known[address], self._bounded(moved), why, now_s)
         self._trial = _Trial(now_s, completed, factor, former, rate)
 
@@ -301,7 +299,3 @@ class LimitController:
 
 def _is_reached(known: EndpointLimit, seen: Observation) -> bool:
     return seen.in_flight >= known.limit - max(math.ceil(seen.mean_request), known.limit // 16)
-
-
-def _misses_none(address: str, limit: int) -> str:
-    return ""
