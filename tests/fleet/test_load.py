@@ -66,7 +66,7 @@ def test_no_client_notices_killed_replicas_of_a_fleet_that_option_own_starts_and
 
 def test_a_broken_promise_ends_with_exit_status_1(here: Any, load: Any, tmp_path: Path) -> None:
     # The SLO demands first tokens sooner than the model servers can produce them.
-    where = ("--state-file", str(here.state_file), "--duration", "2")
+    where = ("--state-file", str(here.state_file), "--duration", "4")
     status, said = load("steady", *where, "--slo-ttft", "0.005")
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said

@@ -39,6 +39,7 @@ async def test_the_state_file_names_every_process(any_mode: Any) -> None:
         for page in ("/healthz", "/readyz"):
             assert (await any_mode.admin(page, index)).status_code == 200
     assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
+    assert (await any_mode.admin("/api/v1/state")).json()["bounds"]["upper"] == pytest.approx(8.8)
     async with any_mode.redis() as client:
         assert await client.ping()
     # Files that may contain Redis's password are private.

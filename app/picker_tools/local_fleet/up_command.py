@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         sim=SimOptions(ttft_ms=args.sim_ttft, itl_ms=args.sim_itl, seed=args.seed),
     )
     asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
-    settings = config.load(args.config, os.environ, flags=asked)
+    # Simulators run any number of requests: limits that the fleet finds would grow until no CPU is left.
+    bounds = {} if args.config else {"request_queue_controller": {"watermark_per_backend": 2}}
+    settings = config.load(args.config, os.environ, defaults=bounds, flags=asked)
     with logs_folder("picker-up-") as folder:
         asyncio.run(_up(options, settings, folder))
     return 0
@@ -94,9 +96,7 @@ async def _run(fleet: LocalFleet, settings: config.Settings, report: Report, fol
         f"dashboard: {fleet.dashboard}"
     )
     for pool in fleet.other_pools:
-        report.text(
-            f"pool {pool}: the same with -H 'host: {pool}'; dashboard: {fleet.dashboard}/pools/{pool}/"
-        )
+        report.text(f"pool {pool}: with -H 'host: {pool}'; dashboard: {fleet.dashboard}/pools/{pool}/")
     await fleet.watch()
 
 
