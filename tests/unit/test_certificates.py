@@ -183,6 +183,13 @@ async def test_unusable_certificate_files_leave_the_former_certificate_in_use(
         await gets_in(port, ours.cert)
 
 
+def test_an_expired_certificate_is_logged_once(ours: Pair, tmp_path: Path, caplog: Any) -> None:
+    made = certificates(signed(tmp_path, "picker", ours, days=0))
+    made.reload()
+    made.reload()
+    assert sum("extproc.tls: the certificate has expired" in line for line in caplog.messages) == 1
+
+
 async def test_without_certificate_files_the_replica_signs_a_certificate_itself() -> None:
     made = certificates(None)
     assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2

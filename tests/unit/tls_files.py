@@ -29,7 +29,7 @@ def authority(folder: Path, name: str) -> Pair:
     return made
 
 
-def signed(folder: Path, name: str, by: Pair, alternative: str = "") -> Pair:
+def signed(folder: Path, name: str, by: Pair, alternative: str = "", days: int = 2) -> Pair:
     """A new certificate for servers and clients, signed by the authority `by`. The certificate's subject
     alternative name is by default `name` and this host.
     """
@@ -37,6 +37,6 @@ def signed(folder: Path, name: str, by: Pair, alternative: str = "") -> Pair:
     _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
     extensions = folder / f"{name}.ext"
     extensions.write_text(f"subjectAltName={alternative or f'DNS:{name},IP:127.0.0.1'}\n")
-    signer = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial")
-    _openssl("x509", "-req", "-in", request, *signer, "-days", "2", "-extfile", extensions, "-out", made.cert)
+    signer = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial", "-days", f"{days}")
+    _openssl("x509", "-req", "-in", request, *signer, "-extfile", extensions, "-out", made.cert)
     return made

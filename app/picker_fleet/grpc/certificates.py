@@ -12,6 +12,8 @@ import os
 import ssl
 import subprocess
 import tempfile
+import time
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +60,7 @@ class Certificates:
 
     def __init__(self, tls: Tls, name: str, protocol: str) -> None:
         """Raises StartupError: the files cannot be used."""
-        self._tls, self._name, self._protocol = tls, name, protocol
+        self._tls, self._name, self._protocol, self._expires_s = tls, name, protocol, float("inf")
         self._seen = self._look()
         try:
             self._files = self._read(None)
@@ -94,11 +96,11 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
 
     def reload(self) -> bool:
-        """Read the files if the files have changed. Returns whether the new files are in use."""
-        if self._tls.cert is None and self._tls.client_ca is None:
-            return False
-        seen = self._look()
-        if seen == self._seen:
+        """Read changed files; log an expired certificate once. Returns whether new files are in use."""
+        if time.time() > self._expires_s:
+            _log.error("%s: the certificate has expired: clients that verify it refuse it", self._name)
+            self._expires_s = float("inf")
+        if (seen := self._look()) == self._seen:
             return False
         self._seen = seen
         try:
@@ -147,14 +149,15 @@ class Certificates:
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
         context.set_alpn_protocols([self._protocol])
-        with _as_file(files.cert + b"\n" + files.key) as path:
-            context.load_cert_chain(path, password=_no_password)
         if self._tls.client_ca is not None:
             try:
                 context.load_verify_locations(cadata=files.client_ca.decode("ascii"))
             except (ValueError, ssl.SSLError) as fault:
                 raise ValueError(f"client_ca {self._tls.client_ca} holds no certificate in PEM") from fault
             context.verify_mode = ssl.CERT_REQUIRED
+        with _as_file(files.cert + b"\n" + files.key) as path:
+            context.load_cert_chain(path, password=_no_password)
+            self._expires_s = ssl.cert_time_to_seconds(str(_test_decode_cert(path)["notAfter"]))
         return context
 
     def _grpc_configuration(self) -> Any:
