@@ -281,6 +281,8 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert message.startswith(f"fair_request_queue.capacity: {valid} total_capacity,")
     message = fault({"scheduling": {"latency": {"delta": 1}}})
     assert message == f"scheduling.latency.delta: {valid} alpha, beta, gamma"
+    message = fault({"discovery": {"static": ["10.0.0.1:8000"]}})
+    assert message.startswith("discovery.static.0: must be a mapping; valid here: address, labels,")
     # `redis.silence` must be shorter than a lease.
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()
@@ -397,7 +399,7 @@ def test_a_token_file_without_a_token_is_named(tmp_path: Path, text: str | None,
 
 
 WRONG_VARIABLES = [
-    *((name, "x") for name in ("PICKER_REDIS__ADDRESS", "PICKER_NONSENSE", "PICKER_POOL__NAME")),
+    *((name, "x") for name in ("PICKER_REDIS__ADDRESS", "PICKER_NO__SENSE", "PICKER_POOL__NAME")),
     *(("PICKER_SCHEDULING__FALLBACKS", value) for value in ("many", "[1")),
 ]
 

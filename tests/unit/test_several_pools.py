@@ -84,7 +84,7 @@ def test_relative_paths_and_environment_variables_apply_in_the_section_of_a_pool
                             "pools.a: redis, extproc: must be set at the top level"),
     "the key pool": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: must be set at the top level"),
     "bad key": ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
-    "a number": ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
+    "a number": ({"pools": {"a": 3}}, "pools.a: must be a mapping; valid here: discovery"),
     "a name with a slash": ({"pools": {"a/b": {}}}, "pools.a/b."),
     "a name of dots": ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
     "names in two cases": ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),

@@ -433,16 +433,18 @@ def _explain(error: Any, variables: Mapping[Loc, str], tree: Mapping[str, Any]) 
     """Format a validation error on one line, as `section.key: fault (got value)`."""
     loc: Loc = error["loc"]
     where = _place(loc, tree)
-    for length in range(len(loc), 0, -1):
-        if loc[:length] in variables:
-            where = f"{variables[loc[:length]]}: {where}"
+    is_unknown, is_section = error["type"] == "extra_forbidden", error["type"] == "model_type"
+    for set_by, name in reversed(list(variables.items())):
+        if loc[: len(set_by)] == set_by or (is_unknown and set_by[: len(loc)] == loc):
+            where = f"{name}: {where}"
             break
-    if error["type"] == "extra_forbidden":
-        parent = _section(loc[:-1])
-        not_here = OF_PROCESS if loc[0] == "pools" and len(loc) == 3 else ()
+    if is_unknown or is_section:
+        parent = _section(loc if is_section else loc[:-1])
+        not_here = OF_PROCESS if parent is PoolSettings else ()
         fields = parent.model_fields if parent is not None else ()
         valid = ", ".join(name for name in fields if name not in not_here)
-        text = "unknown key" + (f"; valid here: {valid}" if valid else "")
+        text = "must be a mapping" if is_section else "unknown key"
+        text += f"; valid here: {valid}" if valid else ""
     else:
         text = error["msg"].removeprefix("Value error, ")
         given = error["input"]
