@@ -211,7 +211,8 @@ class ScrapingTask:
         if snapshot.version != self._assigned_version:
             self._assigned_version = snapshot.version
             mine = self._assignment.of(self._replica, (each.address for each in snapshot.endpoints))
-            _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
+            if len(mine) != len(self._scraper.targets):
+                _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
             targets = [each for each in snapshot.endpoints if each.address in mine]
             self._scraper.set_targets(targets)
             if self._kv_events is not None:
