@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from edge import FAIRNESS_ID, first_filter, read, write
+from edge import FAIRNESS_ID, first_filter, read, text, write
 
 _REFUSAL = json.dumps(
     {"error": {"message": "no valid API key", "type": "invalid_request_error", "code": "invalid_api_key"}}
@@ -95,7 +95,7 @@ def _quoted(text: str) -> str:
 
 def table(file: Path) -> dict[str, str]:
     """The table in `file`; ends the program with what is wrong with it."""
-    flows = yaml.safe_load(file.read_text())
+    flows = yaml.safe_load(text(file))
     if not isinstance(flows, dict) or not flows:
         sys.exit(f"{file}: a table of SHA-256 and flow is needed")
     for digest, flow in flows.items():
@@ -107,7 +107,7 @@ def table(file: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     code = lua(table(Path(sys.argv[1])))
     tree = read()

@@ -5,6 +5,7 @@ picker sees what a filter sets, and uses it if `extproc.trusted_headers` names i
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,6 +13,14 @@ import yaml
 Tree = dict[str, Any]
 
 FAIRNESS_ID = "x-gateway-inference-fairness-id"
+
+
+def text(file: Path) -> str:
+    """The text of a file; ends the program if the file cannot be read."""
+    try:
+        return file.read_text()
+    except OSError as fault:
+        sys.exit(f"{file}: cannot be read: {fault.strerror}")
 
 
 def read() -> Tree:

@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from edge import FAIRNESS_ID, first_filter, read, write
+from edge import FAIRNESS_ID, first_filter, read, text, write
 
 _PROVIDER = "clients"
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--jwks", required=True, type=Path, metavar="FILE")
     parser.add_argument("--claim", default="sub", help="whose value is the flow (default: %(default)s)")
     args = parser.parse_args()
-    keys = args.jwks.read_text()
+    keys = text(args.jwks)
     if not json.loads(keys).get("keys"):
         parser.error(f"{args.jwks}: no keys in it")
     tree = read()
