@@ -31,8 +31,8 @@ def _mixed(dice: random.Random) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests with prompts and answers of `sizes`. `per_s`: arrivals a second at a time in seconds, at most
-    `most_per_s`, as a Poisson process; a closed loop if None."""
+    """Requests with prompts and answers of `sizes`. `per_s`: rate of Poisson arrivals at a given second, at
+    most `most_per_s`; None: a closed loop."""
 
     sizes: Sizes
     per_s: Callable[[float], float] | None = None

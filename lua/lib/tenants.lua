@@ -249,7 +249,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Reset the tables of a single call.
+  -- Drop the tables that were filled for the last call.
   function tenants.reset()
     tenants.use_separator()
     if next(changed_states) then changed_states = {} end

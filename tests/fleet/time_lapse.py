@@ -310,7 +310,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def noted_pools(note: Callable[[Pool], None]) -> Iterator[None]:
-    """Within the `with` block, call `note` with the pool of each replica that starts."""
+    """Call `note` with each replica's Pool as the replica starts, until the block ends."""
 
     class Noted(Pool):
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 @dataclass(slots=True)
 class _Kills:
-    """What has been killed: numbers by kind, and the addresses of decode servers."""
+    """Counts of killed servers by kind, and the addresses of killed decode servers."""
 
     counts: Counter[str] = field(default_factory=Counter)
     decoding: set[str] = field(default_factory=set)

@@ -45,7 +45,7 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_a_sweep_reclaims_the_oldest_requests_if_both_metrics_pages_lack_some(fleet: OpenFleet) -> None:
+async def test_a_sweep_reclaims_the_oldest_requests_if_both_pages_count_fewer(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:

@@ -35,7 +35,7 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
         times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
-        # The other replica may continue at once; after these two sweeps another sweep is too early.
+        # The other replica may continue at once; a third sweep within `interval_s` does not run.
         swept = await b.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (18, False)
         assert not (await a.store.sweep(**times)).ran

@@ -213,7 +213,7 @@ async def test_a_view_is_read_again_if_its_reply_is_read_after_a_pause(fleet: Op
         assert link.connection_epoch > epoch
 
 
-async def test_unsent_ends_lack_ends_that_may_have_reached_redis(fleet: OpenFleet, valkey_url: str) -> None:
+async def test_unsent_ends_omit_ends_that_may_have_reached_redis(fleet: OpenFleet, valkey_url: str) -> None:
     async with (
         proxy_to(valkey_url) as between,
         fleet("a", through={"a": between.url}, silence_s=1.0) as (it, a),

@@ -193,7 +193,7 @@ _Each = TypeVar("_Each")
 
 
 def of_one_pool(thing: _Each) -> ByPool[_Each]:
-    """Return `thing` for each pool that a proxy names, as in a replica with a single pool."""
+    """Map every pool name to `thing`, as a replica with a single pool does."""
     return ByPool({"default": thing}, "default", thing)
 
 

@@ -460,7 +460,7 @@ def test_a_missing_log_entry_is_the_only_violation_and_later_entries_are_checked
     assert report.remarks[0] == "entries between 20 and 22 are missing"
 
 
-def test_a_wrong_stock_is_reported_only_at_two_successive_log_entries() -> None:
+def test_a_wrong_count_of_requests_in_flight_is_reported_only_at_two_successive_log_entries() -> None:
     queue = QueueSimulator()
     mixed_load(queue)
     at = next(i for i, entry in enumerate(queue.log) if entry["event"] == "placed")

@@ -109,7 +109,7 @@ def test_a_missing_number_counts_as_0_once_the_engine_has_reported_one() -> None
     "with images, whose bytes are few tokens": ({"prompt_tokens": 256 * BLOCKS // 20},),
     "without usage": ({"prompt_tokens": 0},),
 })  # fmt: skip
-def test_other_answers_teach_nothing(answer: dict[str, Any]) -> None:
+def test_answers_without_evidence_do_not_change_the_index(answer: dict[str, Any]) -> None:
     replica = Replica()
     replica.answer(0, **answer)
     assert replica.shared() == []

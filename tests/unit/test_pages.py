@@ -68,7 +68,7 @@ SENTENCES = [
     ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
     ("fairness", f"for {CHUNK} waiting requests a call, in at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
-    ("fairness", f"files {lua('sweep.lua', 'REFILED')} requests a call anew"),
+    ("fairness", f"sorts {lua('sweep.lua', 'REFILED')} requests a call again"),
     ("fairness", f"the {lua('lib/flows.lua', 'GUARD_LOOKS_AT')} most overdue"),
     ("admin-api", f"No script looks at more than {reads.CHUNK} rows"),
     ("admin-api", f"`limit` is 1 to {api.MAX_LIMIT}"),

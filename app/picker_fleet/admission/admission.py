@@ -37,7 +37,7 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-_UNREAD_S = 0.5  # an end that follows within this time costs no call of its own
+_UNREAD_S = 0.5  # wait this long for the end before releasing the request's resources
 
 
 class Admission:
@@ -239,7 +239,7 @@ class Admission:
             return
         # In an outage, the replica that gets the end releases a request that Redis has placed.
         if self.failover.outage is None or entry.is_local:
-            token = self._own_token(completion.accounting_token)  # the span belongs to the end that follows
+            token = self._own_token(completion.accounting_token)  # the later report of the end gets the span
             self.settle(completion._replace(accounting_token=token))
 
     def suspect(self, request_id: str) -> None:

@@ -419,7 +419,7 @@ class Failover:
         return outage, outage.resync
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
-        """Report the requests in flight to Redis, which answers again; `finish_resync` reports the ends."""
+        """Report the requests in flight to Redis, which answers again; `finish_resync` reports ended ones."""
         if outage.resync is not resync:
             return  # this task was repeated after a failure; since then Redis was lost
         try:

@@ -411,12 +411,12 @@ class FairQueue(Generic[R]):
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """Let the starvation guard serve the request from now on. Requests that become overdue in the same ms
+        """Allow the starvation guard to serve the request. Requests that become overdue in the same ms
         keep their arrival order."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:
-        """The request to serve next, and whether the guard selects it; None if no request can be served."""
+        """The next request, and whether the starvation guard selects it; None if none can be served."""
         if self.policy.guard_share > 0 and self.credit >= _WHOLE_CREDIT:
             r = self._most_overdue()
             if r is not None:

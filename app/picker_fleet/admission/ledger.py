@@ -227,7 +227,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Record that Redis has answered the report of an end, or never will. False if that was known."""
+        """Record that Redis has confirmed a request's end, or never will. False if that was known."""
         if entry.confirmed:
             return False
         entry.confirmed = True

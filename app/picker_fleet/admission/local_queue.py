@@ -168,7 +168,7 @@ class LocalQueue:
             self._left(waiting)
 
     def turn(self, now_s: float) -> tuple[Waiting, bool] | None:
-        """The request to serve next, and whether the guard selects it; None if all waiting requests are
+        """The next request, and whether the starvation guard selects it; None if all waiting requests are
         throttled."""
         self._now_us = max(self._now_us, now_s * 1e6)
         while (due := self._due.first()) is not None and due.due_ms * 1000 <= self._now_us:

@@ -52,7 +52,7 @@ class Resync:
     """One attempt to report the requests and ends of an outage to Redis, which answers again."""
 
     began_s: float
-    released: float = 0.0  # budget released by ends since `began_s`; Redis releases the stock
+    released: float = 0.0  # budget released by requests that ended since `began_s`
     done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
 
 
@@ -168,7 +168,7 @@ class Outage:
 
         Raises:
             StateUnavailable: Redis is lost again.
-            WritesRefused: Redis takes no writes for now.
+            WritesRefused: Redis accepts no writes now.
         """
         running = self.ledger.in_flight(self.clock() - unseen_s(report_s))
         for at in range(0, len(running), _CHUNK):

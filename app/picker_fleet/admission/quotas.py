@@ -258,7 +258,7 @@ class Quotas:
         return ";".join(parts)
 
     def take_over(self, flow: str, quota: str, at_ms: float) -> None:
-        """Take over this replica's share of the balances that a reply told at `at_ms` (`quota`)."""
+        """Take over this replica's share of the balances in the reply `quota`, valid at `at_ms`."""
         for part in quota.split(";"):
             kind, _, numbers = part.partition("=")
             if numbers.count(",") != 2:

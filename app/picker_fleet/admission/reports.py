@@ -1,4 +1,4 @@
-"""Reports to Redis the ends and signs of life of placed requests, and faults of endpoints.
+"""Reports to Redis which placed requests run or have ended, and faults of endpoints.
 
 Each call returns at once. The store repeats the report of an end until Redis takes it; a lease or a later
 report makes up for any other lost report.
@@ -173,7 +173,7 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Record that Redis has answered the report of an end, or never will. Ignores a second answer, and
+        """Record that Redis has confirmed a request's end, or never will. Ignores a second answer, and
         the answer to an earlier end."""
         if entry is not None and not (entry.end is completion and self._ledger.confirm(entry)):
             return
@@ -187,7 +187,7 @@ class Reports:
         elif reply.kind == "unknown" and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
             self.count(completion, token, accounting_token.model_of(token))
-            if completion.accounting_token:  # the replica that placed the request may not learn of the end
+            if completion.accounting_token:  # the replica that placed the request may not see its end
                 self._tombstone(completion)
 
     def count(self, completion: Completion, token: str, model: str) -> None:

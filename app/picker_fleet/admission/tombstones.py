@@ -130,7 +130,7 @@ class Tombstones:
 
         Raises:
             StateUnavailable: Redis does not answer.
-            WritesRefused: Redis takes no writes for now.
+            WritesRefused: Redis accepts no writes now.
         """
         epoch = self._epoch()
         due = [entry for entry in self.ends() if entry.published != epoch]

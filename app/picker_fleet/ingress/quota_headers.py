@@ -1,4 +1,4 @@
-"""The response headers that tell a client how much of its tenants' limits remains.
+"""The response headers with the rest of a client's tenants' limits.
 
 OpenAI's and Anthropic's clients read these headers; their forms are in both vendors' API references ("Rate
 limits"). Among the limits on a request's path, the scripts report the one with the least share remaining.

@@ -309,7 +309,7 @@ class BatchingClient:
         return answer
 
     def _note_end(self) -> bool:
-        """Record an end's submission. Returns whether the mean interval of ends is below the delay."""
+        """Record that a request's end was submitted. Returns whether ends come faster than the delay."""
         now_s = self._loop.time()
         interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s

@@ -38,7 +38,7 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class DecisionSpans:
-    """The spans of a request from arrival to decision, which the mapping `undecided` has until then."""
+    """The spans of a request from arrival to decision; until the decision `undecided` maps its id to them."""
 
     def __init__(
         self, tracer: trace.Tracer, root: Span, undecided: "dict[str, DecisionSpans]", request_id: str

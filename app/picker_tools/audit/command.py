@@ -1,4 +1,4 @@
-"""The command `picker audit` replays the decision log and tells whether the fleet kept its promises."""
+"""The command `picker audit` replays the decision log and reports each broken promise."""
 
 import argparse
 import sys

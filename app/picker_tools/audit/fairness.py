@@ -362,7 +362,7 @@ class Fairness(Check):
         return level.new_tag if member.tag is None else member.tag
 
     def _set_tag(self, member: FlowQueue, tag: float | None, entry: Entry | None = None) -> None:
-        """Give `member` its place in its order; `entry`: the entry that shows or explains the tag."""
+        """Insert `member` into its parent's order; `entry`: the log entry that shows or explains the tag."""
         member.tag = tag
         if entry is not None:
             self._tag_entries[member.key] = entry

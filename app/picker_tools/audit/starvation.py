@@ -36,7 +36,7 @@ class Starvation(Check):
         self._overdue: list[_Key] = []  # overdue requests, sorted
         self._keys: dict[str, _Key] = {}  # id of a waiting request -> its sort key
         self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> its overdue requests
-        self._credit = 0.0  # sum of the guard's shares at dispatches with an overdue request
+        self._credit = 0.0  # sum of `guard_share` over dispatches with an overdue request
         self._limits: dict[str, float] = {}  # overdue request -> the `_credit` by which it must be served
         self._limit_heap: list[tuple[float, str]] = []  # the limits in `_limits` as a heap
         # Guard dispatches minus shares, maximised over runs that end now; above 1 is a violation.
@@ -144,7 +144,7 @@ class Starvation(Check):
         return queue is not None and queue.throttled_by is None
 
     def _next_overdue(self) -> str | None:
-        """The id of the request that the guard must serve next; None if the guard sees none overdue."""
+        """The id of the request that the starvation guard must serve next; None if it sees none overdue."""
         return next(
             (request_id for _, request_id in self._overdue[:_LOOKS_AT] if self._can_be_served(request_id)),
             None,
