@@ -158,7 +158,7 @@ KINDS: dict[str, Callable[["World", "Node", Fault], Any]] = {
     "disk full": _refusing("min-replicas-to-write"),
 }
 LOSING_WRITES = {"restart", "failover"}
-APART = {"partition", "stall", "cut", "disk full"}  # only some replicas notice the fault
+APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may not notice
 
 
 FIRST_SEED = 600
