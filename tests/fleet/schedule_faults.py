@@ -241,14 +241,6 @@ async def _retune(world: "World", pool: Pool, on: bool) -> None:
         await pool.store.set_tenants("tenant_changes", {"acme": '{"max_parallel": 2}' if on else ""})
 
 
-async def _pause(world: "World", pool: Pool, on: bool) -> None:
-    await pool.operated.controls.pause(on)
-
-
-async def _drain(world: "World", pool: Pool, on: bool) -> None:
-    await pool.operated.controls.drain(world.pages[0].address, on)
-
-
 async def _scale(world: "World", node: "Node", fault: Fault) -> Steps:
     """Add or remove an endpoint. Each replica discovers the change at its own time."""
     for added in (1, -1) if fault.replica else (-1, 1):
@@ -263,8 +255,8 @@ async def _scale(world: "World", node: "Node", fault: Fault) -> Steps:
 
 
 CHANGES: dict[str, Callable[["World", "Node", Fault], Any]] = {
-    "drain": _operated(_drain),
-    "pause": _operated(_pause),
+    "drain": _operated(lambda world, pool, on: pool.operated.controls.drain(world.pages[0].address, on)),
+    "pause": _operated(lambda world, pool, on: pool.operated.controls.pause(on)),
     "retune": _operated(_retune),
     "scale": _scale,
 }

@@ -14,6 +14,7 @@ import contextvars
 import math
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import traceback
@@ -646,6 +647,7 @@ def report_of(seed: int) -> str:
 def main(arguments: list[str]) -> int:
     """`python schedules.py SEED…` runs each seed's schedule; returns the number that fail. The option
     `--whole` skips the search for the smallest failing schedule."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt stops Valkey, too
     failed, whole = 0, "--whole" in arguments
     for seed in map(int, filter(str.isdigit, arguments)):
         found = failure(Schedule.of(seed)) if whole else report_of(seed)

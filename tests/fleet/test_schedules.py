@@ -1,7 +1,9 @@
 """Whole replicas keep the guarantees under random faults. `make chaos` runs 500 schedules."""
 
+import signal
+
 import pytest
-from schedule_faults import EXTRAS, KINDS
+from schedule_faults import EXTRAS, KINDS, Fault, Steps
 from schedules import BOUND, Schedule, World, failure, report
 
 _SEEDS = (126, 252, 333, 409, 666, 715, 789)  # the fleet finds its limits under odd seeds
@@ -21,3 +23,13 @@ def test_the_seeds_of_this_file_cover_every_fault_and_configuration() -> None:
 def test_a_schedule_in_which_the_bound_is_exceeded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "_most_running", lambda *_: BOUND - 1)
     assert "G1, G8: 6 run" in failure(Schedule(1, "lean", ()))
+
+
+def test_an_interrupt_ends_the_run_and_drains_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupt(world: World, *_: object) -> Steps:
+        world.loop.call_soon(signal.raise_signal, signal.SIGINT)
+        yield
+
+    monkeypatch.setitem(KINDS, "interrupt", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        failure(Schedule(1, "http", (Fault(9.0, "interrupt", 0, 1.0),)))

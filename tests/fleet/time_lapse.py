@@ -48,9 +48,8 @@ BOUND = 4  # upper bound of the two model servers together
 class Server:
     """A blocking connection to a Valkey with a simulated clock.
 
-    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` seconds
-    ahead of the event loop's. `refuses` names the setting that, at 1, makes Valkey refuse writes; empty while
-    Valkey accepts writes.
+    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` seconds ahead of the event loop's.
+    `refuses` names the setting that, at 1, makes Valkey refuse writes; empty while Valkey accepts writes.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -172,6 +171,9 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now_s
 
+    def add_signal_handler(self, *_: Any) -> None:
+        """Ignore a replica's handler: a signal to this process is for the tests, not for one replica."""
+
 
 class _TimedCommands(subscriptions.CommandClient):
     """A client of Redis that reads the simulated clock instead of TIME."""
@@ -247,13 +249,10 @@ class Replica:
             await asyncio.sleep(every_s)
             seconds -= every_s
             entry.common_properties.access_log_type = "DownstreamPeriodic"
-            self._report(entry)
+            self._log.on_message(message_of(entry))
         await asyncio.sleep(seconds)
         entry.common_properties.access_log_type = "DownstreamEnd"
         entry.response.response_code.value = 200
-        self._report(entry)
-
-    def _report(self, entry: Any) -> None:
         self._log.on_message(message_of(entry))
 
 
@@ -383,12 +382,8 @@ async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None
     )
     for name in empty:
         assert not client.exists(prefix + name), name
-    parallel = {
-        name: count
-        for name, count in client.hgetall(f"{prefix}balances").items()
-        if name.endswith(b"\x1fparallel")
-    }
-    assert not any(map(float, parallel.values())), parallel
+    balances = client.hgetall(f"{prefix}balances")
+    assert not any(float(balances[name]) for name in balances if name.endswith(b"\x1fparallel")), balances
     assert not list(client.scan_iter(f"{prefix}queue:*"))
     for name in client.scan_iter(f"{prefix}finish:*"):
         assert client.zcard(name) <= 1

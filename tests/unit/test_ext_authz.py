@@ -94,9 +94,7 @@ async def test_the_answer_for_a_split_request_names_its_prefill_endpoint() -> No
         await until(lambda: stage.gate.prefilled_ids == ["req-1"])
 
 
-async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access_log(
-    stage: Stage,
-) -> None:
+async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access_log(stage: Stage) -> None:
     stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5, quota="tokens=9,5,1500")
     reply = await stage.ask(check())
     assert reply.status == 200
@@ -246,9 +244,7 @@ def test_a_connection_carries_one_request_right_after_another() -> None:
     uvloop.run(main())
 
 
-async def test_a_draining_server_refuses_new_checks_and_answers_waiting_checks(
-    stage: Stage,
-) -> None:
+async def test_a_draining_server_refuses_new_checks_and_answers_waiting_checks(stage: Stage) -> None:
     waiting = await stage.wait(check())
     stage.context.open_requests.closed = True
     for ask in (check(), check("/v1/models", b"", "GET")):
@@ -279,8 +275,7 @@ async def test_health_follows_readiness_and_an_unready_server_closes_the_connect
     assert (await stage.ask(HEALTH)).status == 200
     stage.server.set_ready(False)
     assert (await stage.ask(HEALTH)).status == 503
-    connection = await stage.send(check())
-    assert await connection.ended() == b""
+    assert await (await stage.send(check())).ended() == b""
 
 
 async def test_the_port_of_mode_http_speaks_tls(tmp_path: Path) -> None:
