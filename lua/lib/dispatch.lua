@@ -60,7 +60,11 @@ local function place_granted(r, candidates, split, turn, picks)
   end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
-    if queue.is_in_order(r.band, flow_queue) then queue.throttle(r.band, flow_queue, tag) end
+    local tag_now = queue.is_in_order(r.band, flow_queue)
+    if tag_now then
+      tag = tonumber(tag_now)
+      queue.throttle(r.band, flow_queue, tag)
+    end
     throttle.wait_for(r.band, flow_queue, tag, closed)
   end
   return 'queued ' .. (r.deadline_ms - now_ms)

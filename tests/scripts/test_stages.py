@@ -39,6 +39,10 @@ class StagedPool(DirectPool):
         found = self.client.zrange(f"{self.prefix}load", 0, -1, withscores=True)
         return {address.decode(): count for address, count in found if count != CLOSED}
 
+    def log(self) -> list[dict[str, str]]:
+        found = self.client.xrange(f"{self.prefix}log")
+        return [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in found]
+
     def place(self, request_id: str, candidates: str = "*", prefill: str = "*") -> list[str]:
         return bytes(self.call("place", "a", request_id, "1", candidates, prefill)[4]).decode().split()
 
@@ -77,12 +81,18 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
 
 def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_room(staged: StagedPool) -> None:
     limits = {"prefill_caps": {"p:1": 1}, "tenants": {"separator": "/"}}
-    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=10, lower_per=10, **limits)
-    staged.call("set_tenants", "a", "tenants", "*", '{"max_parallel": 9}')
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=4, lower_per=4, **limits)
+    staged.call("set_tenants", "a", "tenants", "flow", '{"max_parallel": 2}')
     staged.split("r1")
-    assert staged.admit("waits", prefill="*")[0] == "queued"
+    for name in ("waits", "is throttled"):  # the first is granted, so the flow is at its limit
+        assert staged.admit(name, prefill="*")[0] == "queued"
+    for name in "abcdef":  # another flow fills the pool; its queued requests advance the virtual time
+        staged.admit(name, flow="other")
+    for name in "abcd":
+        staged.settle(name)
     assert staged.place("waits")[0] == "queued"  # refunds its charge
     assert staged.place("waits") == ["gone"]
+    assert audit(staged.log()).violations == 0
     staged.prefilled("r1")
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
 
@@ -181,8 +191,7 @@ def test_the_audit_finds_prefills_beyond_a_limit_and_wrong_releases(staged: Stag
     staged.prefilled("r1")
     staged.settle("r1")
     staged.settle("r2")
-    found = staged.client.xrange(f"{staged.prefix}log")
-    log = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in found]
+    log = staged.log()
     by_event = {(entry["event"], entry["request"]): at for at, entry in enumerate(log)}
     assert audit(log).violations == 0
 
