@@ -39,7 +39,6 @@ async def test_the_state_file_names_every_process(any_mode: Any) -> None:
         for page in ("/healthz", "/readyz"):
             assert (await any_mode.admin(page, index)).status_code == 200
     assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
-    assert (await any_mode.admin("/api/v1/state")).json()["bounds"]["upper"] == pytest.approx(8.8)
     async with any_mode.redis() as client:
         assert await client.ping()
     # Files that may contain Redis's password are private.
@@ -88,6 +87,25 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
     assert {picked[0], answer.headers["x-picker-served"]} == {answer.headers["x-served-by"]}
     assert len(set(picked)) == 3
     assert set(picked) <= addresses
+
+
+async def test_a_fleet_without_a_configuration_finds_its_simulators_batch_of_two(any_mode: Any) -> None:
+    async def keep_asking() -> None:
+        while not found.is_set():
+            answer = await client.post("/v1/completions", json={**ASK, "max_tokens": 300})
+            assert answer.status_code == 200
+
+    async def limits() -> set[int]:
+        return {each["limit"] for each in (await any_mode.admin("/api/v1/endpoints")).json()}
+
+    found = asyncio.Event()
+    async with any_mode.client() as client, asyncio.TaskGroup() as tasks:
+        for _ in range(24):
+            tasks.create_task(keep_asking())
+        # Each limit begins at 8, and ends at the two requests that run and the few that wait for a place.
+        await any_mode.eventually(limits, lambda seen: seen <= {2, 3, 4}, what="limits near two", within_s=30)
+        found.set()
+    assert 8 <= (await any_mode.admin("/api/v1/state")).json()["bounds"]["upper"] <= 20
 
 
 async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bool) -> httpx.Response:

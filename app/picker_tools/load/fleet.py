@@ -165,11 +165,7 @@ class OwnFleet:
         return config.parse(tree)
 
     async def start(self) -> Target:
-        """Start all processes of the fleet.
-
-        Raises:
-            StartupError: a process did not become ready.
-        """
+        """Start all processes of the fleet. Raises StartupError if a process did not become ready."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
         options = replace(self._options, redis=self._valkey.url)
         self._fleet = LocalFleet(options, self.settings, self._folder, self._report)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from statistics import median
 
 from picker_fleet.domain.errors import StartupError
 from picker_tools.load.fleet import OwnFleet, Target
@@ -89,7 +88,7 @@ class Sampler:
 
 _REST_S = 20.0  # a lease's duration, with a margin for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_PROBES = 3  # requests that measure an answer's duration, one after the other
+_MEASURE_S, _MOST_CLIENTS = 3.0, 64  # the load that measures a running fleet's capacity
 _PROBE_S = 30.0
 _LOG_S = 60.0
 _SHOW_S = 0.2
@@ -172,35 +171,40 @@ class Session:
             )
 
     async def _capacity_per_s(self) -> float:
-        """The fleet's capacity in requests a second. Dispatch stops once the stock reaches the lower bound,
-        so at most as many requests as the lower bound run at once.
-        """
+        """The fleet's capacity in requests a second: known for a fleet of this run, else measured."""
         plan = self._plan
         if plan.rate_per_s is not None:
             return plan.rate_per_s / sum(source.load for source in plan.scenario.sources)
         if self._fleet is not None:
             per = self._fleet.settings.request_queue_controller.lower_per_backend
             return math.ceil(per * len(self._target.endpoints)) / ANSWER_S
-        answer_s = await self._probe()
         state = await Sampler(self._target.admins, (), lambda: 0.0).take_sample()
         if state is None or state.lower <= 0:
             raise StartupError(
                 "the fleet's capacity is unknown without its admin API: "
                 "give --admin URL, --state-file FILE or --rate N"
             )
-        return math.ceil(state.lower) / answer_s
+        # Endpoints may run fewer requests at once than the limits that the fleet has found so far.
+        return await self._answers_per_s(min(math.ceil(state.lower), _MOST_CLIENTS))
 
-    async def _probe(self) -> float:
-        """The median duration of a few answers, measured while no other request is sent."""
-        source, times = self._plan.scenario.sources[0], []
-        with Client(self._target.url, exact=False) as client:
-            for number in range(_PROBES):
-                request = source_request(source, self._target.model, -1 - number, self._plan.seed)
+    async def _answers_per_s(self, clients: int) -> float:
+        """Measure how many answers a second `clients` get, each with one request at a time."""
+        source, sent, began_s = self._plan.scenario.sources[0], 0, time.monotonic()
+
+        async def ask(client: Client) -> None:
+            nonlocal sent
+            while sent < clients or time.monotonic() < began_s + _MEASURE_S:
+                sent += 1
+                request = source_request(source, self._target.model, -sent, self._plan.seed)
                 answer = await client.send(request, within_s=_PROBE_S)
                 if not answer.served:
                     raise StartupError(f"a probe request of {source.name}: {answer.outcome} {answer.text}")
-                times.append(answer.took_s)
-        return median(times)
+
+        with Client(self._target.url, exact=False) as client:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(clients):
+                    tasks.create_task(ask(client))
+        return sent / (time.monotonic() - began_s)
 
     async def _inject_faults(self, faults_injected: FaultsInjected, load: Load) -> None:
         """Inject the scenario's fault while the load runs, and record it in `faults_injected`."""
@@ -231,15 +235,13 @@ class Session:
         began_s = load.now_s
         await self._fleet.stop_redis()
         faults_injected.outages.append((began_s, None))
-        what = "kill -9 of Redis: each replica admits alone, within its share of the bound"
-        self._say(f"{load.now_s:5.1f} s  {what}")
+        self._say(f"{load.now_s:5.1f} s  kill -9 of Redis: each replica admits alone, within its share")
         try:
             await asyncio.sleep(began_s + lasts_s - load.now_s)
         finally:
             await self._fleet.start_redis()
         faults_injected.outages[-1] = (began_s, load.now_s)
-        what = "Redis is back, empty: replicas restore running and waiting requests"
-        self._say(f"{load.now_s:5.1f} s  {what}")
+        self._say(f"{load.now_s:5.1f} s  Redis is back, empty: replicas restore their requests")
 
     async def _show_on(self, load: Load, sampler: Sampler) -> None:
         while True:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from picker_fleet.domain import config
@@ -47,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prefill {args.prefill} leaves none of --endpoints {args.endpoints} to decode")
     if (state := args.state_file) is not None and (state.is_dir() or not os.access(state.parent, os.W_OK)):
         raise ConfigError(f"--state-file {state}: no file can be written there")
+    # Without a configuration the fleet finds its limits; slow engines with small batches leave it the CPU.
+    sim = SimOptions() if args.config else SimOptions(ttft_ms=60.0, itl_ms=12.0, max_num_seqs=2)
+    given = {"ttft_ms": args.sim_ttft, "itl_ms": args.sim_itl, "seed": args.seed}
     options = UpOptions(
         replicas=args.replicas,
         endpoints=args.endpoints,
@@ -58,12 +62,10 @@ def run(args: argparse.Namespace) -> int:
         state_file=args.state_file,
         restart=args.restart,
         debug_headers=args.debug_headers,
-        sim=SimOptions(ttft_ms=args.sim_ttft, itl_ms=args.sim_itl, seed=args.seed),
+        sim=replace(sim, **{name: value for name, value in given.items() if value is not None}),
     )
     asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
-    # Simulators run any number of requests: limits that the fleet finds would grow until no CPU is left.
-    bounds = {} if args.config else {"request_queue_controller": {"watermark_per_backend": 2}}
-    settings = config.load(args.config, os.environ, defaults=bounds, flags=asked)
+    settings = config.load(args.config, os.environ, flags=asked)
     with logs_folder("picker-up-") as folder:
         asyncio.run(_up(options, settings, folder))
     return 0
