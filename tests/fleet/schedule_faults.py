@@ -160,7 +160,6 @@ KINDS: dict[str, Callable[["World", "Node", Fault], Any]] = {
 LOSING_WRITES = {"restart", "failover"}
 APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may not notice
 
-
 FIRST_SEED = 600
 TOKENS = 12.0  # cost of a request with `unit: tokens`: 2 of the prompt, 10 of the answer
 CAP = 2  # most requests in flight on the first endpoint, and most prefills on the last

@@ -275,19 +275,19 @@ class World:
         )
 
     async def started(self) -> Node:
+        """Start a replica. Envoy sends no request to a replica before that replica has joined the pool."""
         self._started += 1
         between = await self._stack.enter_async_context(proxy(self.valkey.port))
         node = Node(f"replica-{self._started}", between)
         node.start(self.tree)
         await node.ready()
+        await node.pool.membership.known()
         return node
 
     @contextlib.asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
         async with self._stack:
             self.nodes = [await self.started() for _ in range(REPLICAS)]
-            for node in self.nodes:
-                await node.pool.membership.known()
             try:
                 yield
             finally:

@@ -33,3 +33,7 @@ def test_an_interrupt_ends_the_run_and_drains_no_replica(monkeypatch: pytest.Mon
     monkeypatch.setitem(KINDS, "interrupt", interrupt)
     with pytest.raises(KeyboardInterrupt):
         failure(Schedule(1, "http", (Fault(9.0, "interrupt", 0, 1.0),)))
+
+
+def test_a_replica_that_starts_without_redis_gets_requests_once_redis_answers() -> None:
+    assert not failure(Schedule(1, "http", (Fault(9.0, "kill", 0, 1.0), Fault(9.5, "restart", 1, 3.0))))

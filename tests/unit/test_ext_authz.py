@@ -50,9 +50,7 @@ class Stage:
 
     async def ask(self, *chunks: bytes) -> Reply:
         connection = await self.send(*chunks)
-        reply = await connection.reply()
-        connection.leave()
-        return reply
+        return await connection.reply()
 
     async def wait(self, ask: bytes) -> Connection:
         """Open a connection, send the request `ask`, and return once it waits in the queue."""
@@ -226,8 +224,7 @@ async def test_a_request_in_the_queue_holds_no_bytes_of_its_body(stage: Stage) -
 
 
 def test_a_connection_carries_one_request_right_after_another() -> None:
-    """Run on uvloop, as a replica does; a thread sends each request as soon as the last answer has
-    arrived."""
+    """Run on uvloop, as a replica does; a thread sends each request right after the last answer."""
 
     def ask(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:

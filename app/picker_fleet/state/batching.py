@@ -260,7 +260,7 @@ class BatchingClient:
         self._ended_s = float("-inf")  # when a request's end was last submitted
         self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between requests' ends
         self.connection_epoch = 0  # number of connections made so far
-        self._connected_s = 0.0
+        self._is_mute = False  # whether the last connection has brought no reply yet
         self.last_reply_s = self._loop.time()
         self._monitor = ConnectionMonitor(
             self, failure_detector, pause_detector, self._connect, self._report_silence
@@ -372,7 +372,7 @@ class BatchingClient:
             # Sentinels or the Cluster may still name the server that has just proved not to be the primary.
             self._not_primary = ""
             await asyncio.sleep(_RECONNECT_PAUSE_S)
-        elif self.connection_epoch and self.last_reply_s < self._connected_s:
+        elif self._is_mute:
             # The last connection brought no reply: a proxy may have accepted it for a dead server.
             self._declare_unavailable("refused")
             await asyncio.sleep(_RECONNECT_PAUSE_S)
@@ -388,7 +388,7 @@ class BatchingClient:
                     self._declare_unavailable("refused")
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
         self.connection_epoch += 1
-        self._open, self._connected_s = True, self._loop.time()
+        self._open = self._is_mute = True
         unanswered = [call for message in self._in_flight for call in message.unanswered]
         if unanswered and not any(message.resent for message in self._in_flight):
             self._in_flight.clear()
@@ -453,7 +453,7 @@ class BatchingClient:
         if not self._open or not self._in_flight:
             return  # a reply to a dropped message
         message, now_s = self._in_flight[0], self._loop.time()
-        self.last_reply_s = now_s
+        self.last_reply_s, self._is_mute = now_s, False
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
             # During the pause leases may have ended, so another replica may own requests granted here.
             self._pause_detector.mark_resumed()
