@@ -50,7 +50,7 @@ do
   end
 
   -- The text to store in the field `clock`; nil if the stored text is recent. A caller that stores the text also
-  -- changes the counter `moved`, so that other libraries reread it.
+  -- changes the counter MOVED, so that other libraries reread the clock.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
     saved_us, moved = now_us, false

@@ -89,8 +89,8 @@ async def _running_fleet(
         quick = ("--ttft", "40", "--itl", "10", "--max-num-seqs", "32", "--model", MODEL)
         honest = await stack.enter_async_context(simulators(hosts, *quick))
         hostile = {}
-        for kind in ("big", "slow"):
-            address = f"{LOOPBACK}:{free_port()}"
+        for number, kind in enumerate(("big", "slow"), 91):
+            address = f"127.0.0.{number}:{free_port()}"  # no client's own port can be the same
             command = [sys.executable, hostile_servers.__file__, kind, address]
             hostile[address] = await stack.enter_async_context(process_at(f"http://{address}/", command))
         endpoints = [

@@ -31,8 +31,12 @@ def test_an_interrupt_ends_the_run_and_drains_no_replica(monkeypatch: pytest.Mon
         yield
 
     monkeypatch.setitem(KINDS, "interrupt", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        failure(Schedule(1, "http", (Fault(9.0, "interrupt", 0, 1.0),)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            failure(Schedule(1, "http", (Fault(9.0, "interrupt", 0, 1.0),)))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_replica_that_starts_without_redis_gets_requests_once_redis_answers() -> None:

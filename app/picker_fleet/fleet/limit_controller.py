@@ -4,7 +4,8 @@ One controller serves a pool; fleet/limits.py feeds it. The fleet's own count is
 has to find the number at which an engine's batch is full and nothing waits behind the batch (docs/limits.md):
 
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
-  what it gets: first by doubling (slow start), after the first signal of a full engine by small steps.
+  what it gets: first by doubling (slow start; Jacobson, "Congestion avoidance and control", 1988), after the
+  first signal of a full engine by small steps.
 - A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
   The number of running requests then shows how many fit, so the limit falls to that number at once. After a
   fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that
