@@ -50,7 +50,7 @@ class _Endpoint:
         """Add an answer. Returns whether it is odd, and whether the endpoint fails."""
         self.answers.append(answer)
         unlike = 0
-        for each in others if answer.kind else ():
+        for each in others:
             unlike += len(each.answers) >= _FEWEST and not any(map(answer.is_like, each.answers))
         if 2 * unlike > len(others):
             self.score = min(self.score + _ODD, _FAILING)
@@ -106,14 +106,14 @@ class AnswerComparison:
         endpoint = endpoints.pop(address, None)
         if endpoint is None:
             endpoint, self._endpoints = _Endpoint(), self._endpoints + 1
-        others = list(islice(reversed(endpoints.values()), _OTHERS))
+        has_tokens = end.completion_tokens and end.status == 200
+        others = [] if has_tokens else list(islice(reversed(endpoints.values()), _OTHERS))
         endpoints[address] = endpoint
         while self._endpoints > self._most_endpoints and len(self._compared) > 1:
             self._endpoints -= len(self._compared.pop(next(iter(self._compared))))
         if 400 <= end.status < 500:
             is_odd, fails = endpoint.refused(flow, others)
         else:
-            has_tokens = end.completion_tokens and end.status == 200
             kind = "" if has_tokens else f"{end.status} {end.content_type.partition(';')[0].strip().lower()}"
             is_odd, fails = endpoint.answered(_Answer(kind, end.body_bytes, end.service_s, flow), others)
         return end._replace(is_odd=True, fault=ODD if fails else "") if is_odd else end
