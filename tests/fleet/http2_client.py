@@ -89,7 +89,7 @@ class Upload:
 async def upload(url: str, window: int = 65_535) -> AsyncIterator[Upload]:
     """Connect to `url`; Envoy may send `window` bytes of each answer until the client allows more."""
     at = httpx.URL(url)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         reader, writer = await asyncio.open_connection(at.host, at.port)
         try:
             yield Upload(reader, writer, window)
