@@ -263,9 +263,9 @@ local function sweep(args)
   local owner, interval_ms, grace_ms, idle_ms = args[1], tonumber(args[2]), tonumber(args[3]), tonumber(args[4])
   local unseen_ms = tonumber(args[5])
   reset_notifications(owner)
-  local swept_ms, was_more, workload_cursor, flow_workload_cursor, answer_cursor, walked, walks, swept_dispatches =
-    unpack(read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'flow_workload_cursor', 'answer_cursor',
-      'walk', 'walks', 'swept_dispatches'))
+  local swept_ms, was_more, workload_cursor, flow_workload_cursor, answer_cursor, walked, walks, swept_dispatches,
+    bounds_cursor = unpack(read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'flow_workload_cursor',
+      'answer_cursor', 'walk', 'walks', 'swept_dispatches', 'bounds_cursor'))
   swept_ms = tonumber(swept_ms or 0)
   local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
   if not pool.known or not (fresh or was_more == '1') then
@@ -332,6 +332,7 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
   if fresh and settings.tenants then quotas.drop_idle_balances(3 * CHUNK) end
+  if settings.tenants and (bounds_cursor or '0') ~= '0' and quotas.count_running(bounds_cursor) then more = true end
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),

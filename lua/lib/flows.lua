@@ -630,8 +630,7 @@ local function put_settings(base, overrides)
   local former, separator = settings.tenants, base.tenants and base.tenants.separator
   base.tenancy = settings.tenancy
   if (former == nil) ~= (separator == nil) then
-    base.tenancy = math.max((settings.tenancy or 0) + 1, now_ms)
-    quotas.restart()
+    base.tenancy = quotas.restart()
   end
   local text = cjson.encode(base)
   if pool.queued > 0 and (former and former.separator) ~= separator then

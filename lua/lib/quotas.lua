@@ -79,7 +79,9 @@ do -- a chunk may have 200 locals
     return era * 146097 + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100) + day - 719468
   end
 
+  -- Counts of requests in flight (0) are valid as long as tenants count without a break.
   local function period_of(name)
+    if name == 0 then return settings.tenancy or 1, math.huge end
     local days = math.floor(now_ms / DAY_MS)
     if name == 'day' then return days, (days + 1) * DAY_MS - now_ms end
     if name == 'week' then -- from Monday on; 1970-01-01 was a Thursday
@@ -106,14 +108,14 @@ do -- a chunk may have 200 locals
       if passed_ms > 0 then owed = owed - passed_ms * limit.rate end
       return owed > 0 and owed or 0
     end
-    if limit.unit ~= 'budget' then return tonumber(text) or 0 end
+    if limit.unit == 'served' then return tonumber(text) or 0 end
     local period, spent = string.match(text, '^(%d+) (%S+)$')
     return tonumber(period) == period_of(limit.per) and tonumber(spent) or 0
   end
 
   local function encode(limit)
     if limit.rate then return struct.pack('dd', limit.owed, now_us / 1000) end
-    if limit.unit ~= 'budget' then return exact(limit.owed) end
+    if limit.unit == 'served' then return exact(limit.owed) end
     if not limit.ends_ms or now_ms >= limit.ends_ms then
       local period, left_ms = period_of(limit.per)
       limit.period, limit.ends_ms = period, now_ms + left_ms
@@ -130,14 +132,13 @@ do -- a chunk may have 200 locals
   end
 
   local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
-  -- Add `sign` times the amount of its unit to what each of `limits` has granted. Nodes that demote do not count a
-  -- demoted request r.
-  local function add(limits, amounts, sign, r)
-    local demoted, has_waiting = r.demoted == 1, pool.queued > 0
+  -- Add `sign` times the amount of its unit to the used part of each of `limits`.
+  local function add(limits, amounts, sign)
+    local has_waiting = pool.queued > 0
     for i = 1, #limits do
       local limit = limits[i]
       local amount = sign * amounts[limit.unit]
-      if amount ~= 0 and not (demoted and limit.demotes) then
+      if amount ~= 0 then
         local owed = limit.owed + amount
         limit.owed = owed > 0 and owed or 0
         if limit.changed_in ~= calls then
@@ -179,16 +180,21 @@ do -- a chunk may have 200 locals
       + answer * (price.answer or 1)
   end
 
-  -- A record keeps the request's charge, `charged_prompt` and `charged_answer` tokens. The limits that charge at
-  -- arrival have charged it, unless `at_grant` is 2 or 3, because no node of the request counted then; with `at_grant`
-  -- 1 or 3 also the limits that charge at the start; with `demoted` 1 no node that demotes. If `settings.tenancy`
-  -- differs from the record's `tenancy`, the counts were reset since, and the charge is void.
+  -- A record keeps the request's charge: `charged_prompt` and `charged_answer` tokens, and in `charged` the limits that
+  -- have charged them: for each its level in the tree, its unit and its period. So each limit charges and refunds a
+  -- request once, however nodes change, and a change need not look at the waiting requests: a limit that has not
+  -- charged a request charges it when it starts. If `settings.tenancy` differs from the record's `tenancy`, tenants
+  -- have ceased to count meanwhile, and no limit charges the request any more. If `tenancy` is 0, the record has no
+  -- charge.
 
-  -- Return the nodes that have charged request r, with balances read; nil if none has.
-  local function charged_nodes(r)
+  -- Return the nodes that count request r, with balances read; nil if none does.
+  local function nodes_of(r)
     if seen == r then return nodes end
-    local found = r.tenancy == (settings.tenancy or 1) and tenants.counting[r.flow]
-    if not found or #found == 0 then return nil end
+    if r.tenancy == 0 then return nil end
+    local tenancy = settings.tenancy or 1
+    if r.tenancy ~= tenancy then r.tenancy, r.charged = tenancy, '' end
+    local found = tenants.counting[r.flow]
+    if #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
     seen, nodes = r, found
     return found
@@ -208,30 +214,27 @@ do -- a chunk may have 200 locals
     return taken
   end
 
-  -- Whether all limits suffice for request r, except those that do not charge a demoted request.
+  -- Whether all of `limits` suffice for request r.
   local function suffice(limits, r)
     local amounts = amounts_of(r)
     for i = 1, #limits do
       local limit = limits[i]
-      local lacks = limit.burst - limit.owed + RESIDUE < amounts[limit.unit]
-      if lacks and not (r.demoted == 1 and limit.demotes) then return false end
+      if limit.burst - limit.owed + RESIDUE < amounts[limit.unit] then return false end
     end
     return true
   end
 
-  -- Return the limit of a node for which request r must wait longest, the ms until it suffices (infinite for requests
-  -- in flight), and whether r is larger than the limit's burst; nil if all limits of the node suffice.
-  local function lack(node, r)
+  -- Return the limit among `limits` of a node for which request r must wait longest, the ms until it suffices (infinite
+  -- for requests in flight), and whether r is larger than the limit's burst; nil if all of them suffice.
+  local function lack(node, limits, r)
     local worst, worst_ms
-    local limits, amounts = node.limits, amounts_of(r)
+    local amounts = amounts_of(r)
     for i = 1, #limits do
       local limit = limits[i]
-      local amount = amounts[limit.unit]
-      if amount > limit.burst + RESIDUE then return limit, math.huge, true end
-      local left = limit.burst - limit.owed
-      if left + RESIDUE < amount then
-        local wait_ms = limit.rate and (amount - left) / limit.rate or math.huge
-        if limit.unit == 'budget' then wait_ms = ms_left(limit.per) end
+      local amount, left = amounts[limit.unit], limit.burst - limit.owed
+      if limit.node == node and amount > limit.burst + RESIDUE then return limit, math.huge, true end
+      if limit.node == node and left + RESIDUE < amount then
+        local wait_ms = limit.rate and (amount - left) / limit.rate or ms_left(limit.per)
         if not worst or wait_ms > worst_ms then worst, worst_ms = limit, wait_ms end
       end
     end
@@ -246,11 +249,18 @@ do -- a chunk may have 200 locals
     log_event(event, r, nil, nil, r.demoted == 1 and text .. ' demoted' or text)
   end
 
+  -- Charge request r to `limits`, a list of `tenants.charges`; with `sign` -1 refund it.
+  local function charge(r, limits, sign, phase)
+    add(limits, amounts_of(r), sign)
+    r.charged = limits.after
+    if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, phase) end
+  end
+
   local LONGEST_RETRY_S = 31 * 86400
   -- A limit does not suffice for an arriving request: return a refusal, or note that the request is demoted.
   local function exceed(found, r)
     for _, node in ipairs(found) do
-      local limit, wait_ms, is_over_burst = lack(node, r)
+      local limit, wait_ms, is_over_burst = lack(node, node.limits, r)
       if limit and node.over_limit == 'demote' then
         r.demoted = 1
       elseif is_over_burst then
@@ -271,21 +281,20 @@ do -- a chunk may have 200 locals
     starting, weighed, seen = nil, nil, nil
     if #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
-    r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 0, 0
-    local suffices = suffice(found.limits, r)
+    r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
+    local suffices = suffice(tenants.charges(found, r).uncharged, r)
     local refusal = not suffices and exceed(found, r)
     if refusal then return refusal end
     if r.demoted == 1 then r.band = BANDS[#BANDS] end
     r.tenancy, seen, nodes = settings.tenancy or 1, r, found
-    add(found.arrival, taken, 1, r)
+    charge(r, tenants.charges(found, r).arrive, 1, 'arrival')
     if suffices then starting = r end
-    if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
   end
 
   -- If the tenants of waiting request r get limits meanwhile, let these charge r, too.
   function quotas.wait(r)
     if r.tenancy > 0 then return end
-    r.charged_prompt, r.charged_answer, r.at_grant, r.demoted = r.prompt_tokens, r.answer_tokens, 2, 0
+    r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
     r.tenancy = settings.tenancy or 1
   end
 
@@ -297,74 +306,38 @@ do -- a chunk may have 200 locals
 
   -- Undo the charge of a request that is refused after `arrive`.
   function quotas.refused(r)
-    local found = charged_nodes(r)
-    if not found then return end
-    add(found.arrival, amounts_of(r), -1, r)
-    if settings.log_max > 0 then log_charge('refunded', r, 'arrival') end
-  end
-
-  -- Change nodes by `change()`, then call `log_and_count()`. Charge a request of `waiting` again if other limits now
-  -- charge it at its arrival. Return the requests for which these limits do not suffice; they are charged to no limit.
-  local UNCHARGED = {arrival = {}, arrival_fields = ''}
-  function quotas.change_nodes(waiting, change, log_and_count)
-    local former, moved, refused = {}, {}, {}
-    for _, r in ipairs(waiting) do
-      local is_uncharged = r.tenancy == (settings.tenancy or 1) and r.at_grant == 2
-      former[r] = is_uncharged and UNCHARGED or charged_nodes(r)
-    end
-    change()
-    quotas.forget()
-    for _, r in ipairs(waiting) do
-      if former[r] and former[r].arrival_fields ~= tenants.counting[r.flow].arrival_fields then
-        add(former[r].arrival, amounts_of(r), -1, r)
-        if settings.log_max > 0 and r.at_grant == 0 then log_charge('refunded', r, 'arrival') end
-        r.tenancy, moved[#moved + 1] = 0, r
-      end
-    end
-    store_balances()
-    log_and_count()
-    for _, r in ipairs(moved) do
-      local found = tenants.counting[r.flow]
-      prefetch(found)
-      if suffice(found.arrival, r) then
-        add(found.arrival, amounts_of(r), 1, r)
-        r.tenancy, r.at_grant = settings.tenancy or 1, 0
-        if settings.log_max > 0 then log_charge('charged', r, 'arrival') end
-      else
-        refused[#refused + 1] = r
-      end
-      record.put(r)
-    end
-    return refused
+    local found = nodes_of(r)
+    if found then charge(r, tenants.charges(found, r).charged, -1, 'arrival') end
   end
 
   -- Return the highest member of r's path whose balance does not suffice for r, the ms until it does (infinite: until a
-  -- request ends), and whether it never will, because the limit was lowered; nil if r may start.
+  -- request ends), and whether r must not wait for it: it never will, because the limit was lowered, or the node no
+  -- longer lets requests wait; nil if r may start.
   function quotas.lacking(r)
-    local found = starting ~= r and charged_nodes(r)
-    if not found or suffice(found.grant, r) then return nil end
+    local found = starting ~= r and nodes_of(r)
+    local limits = found and tenants.charges(found, r).uncharged
+    if not limits or suffice(limits, r) then return nil end
     for _, node in ipairs(found) do
-      local limit, wait_ms, is_over_burst
-      if node.over_limit == 'queue' then limit, wait_ms, is_over_burst = lack(node, r) end
-      if limit then return member_of(node, r), wait_ms, is_over_burst end
+      local limit, wait_ms, is_over_burst = lack(node, limits, r)
+      if limit then return member_of(node, r), wait_ms, is_over_burst or node.over_limit ~= 'queue' end
     end
   end
 
-  -- Charge a request that starts to the nodes that queue; with `sign` -1 undo the charge, since the request returns to
-  -- the queue.
+  -- Charge a request that starts to the limits that have not charged it; with `sign` -1 undo the charge of the nodes
+  -- that queue, since the request returns to the queue.
   function quotas.start(r, sign)
-    local found = charged_nodes(r)
-    if not found or sign < 0 and r.at_grant % 2 == 0 then return end
-    add(found.start, amounts_of(r), sign, r)
-    r.at_grant, starting = r.at_grant + sign, nil
-    if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, 'grant') end
+    local found = nodes_of(r)
+    if not found then return end
+    local limits = tenants.charges(found, r)
+    charge(r, sign > 0 and limits.start or limits.sent_back, sign, 'grant')
+    starting = nil
   end
 
   -- Correct the charge of a request by its usage; with only an `answer`, raise the charge to at least that many tokens
   -- of answer. Later, the request's end finds nothing to refund.
   local corrected, excess = nil, {} -- the request whose charge was corrected last; its usage beyond its charge
   function quotas.used(r, prompt, cached, answer)
-    local found = charged_nodes(r)
+    local found = nodes_of(r)
     if not found or not (prompt and cached) and answer <= r.charged_answer then return end
     if not (prompt and cached) then prompt, cached = r.charged_prompt, 0 end
     local charged, cost = amounts_of(r), prompt + answer
@@ -372,7 +345,7 @@ do -- a chunk may have 200 locals
     excess.answer_tokens = answer - charged.answer_tokens
     if settings.tenants.prices then cost = cost_of(r, prompt, cached, answer) end
     excess.budget = cost - charged.budget
-    add(found.charged[r.at_grant].used, excess, 1, r)
+    add(tenants.charges(found, r).used, excess, 1)
     r.charged_prompt, r.charged_answer, corrected, weighed = prompt, answer, r, nil
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer, cost))
@@ -381,14 +354,17 @@ do -- a chunk may have 200 locals
 
   -- End the charge of a request; refund the charge if the request ended `unserved`, unless its usage is known.
   function quotas.ended(r, unserved)
-    local found = charged_nodes(r)
+    local found = nodes_of(r)
     if not found then return end
-    local is_refund, limits = unserved and corrected ~= r and r.at_grant ~= 2, found.charged[r.at_grant]
-    if r.at_grant % 2 == 0 then -- nodes may have waited for the balance of this request
-      for i = 1, pool.queued > 0 and #found.grant or 0 do ease(found.grant[i].node) end
+    local limits = tenants.charges(found, r)
+    if unserved and corrected ~= r and r.charged ~= '' then
+      charge(r, limits.charged, -1, 'all')
+    else
+      add(limits.running, taken, -1)
     end
-    add(is_refund and limits or limits.running, is_refund and amounts_of(r) or taken, -1, r)
-    if is_refund and settings.log_max > 0 then log_charge('refunded', r, 'all') end
+    -- Nodes may have waited for the balance of this request.
+    local uncharged = record.is_waiting(r) and pool.queued > 0 and limits.uncharged or {}
+    for i = 1, #uncharged do ease(uncharged[i].node) end
     r.tenancy, seen = 0, nil
   end
 
@@ -416,7 +392,7 @@ do -- a chunk may have 200 locals
     prefetch(tenants.counting[path])
     for _, limit in ipairs(node.limits) do
       if limit.unit == unit and tostring(limit.per) == per then
-        add({limit}, {[unit] = amount}, -1, {})
+        add({limit}, {[unit] = amount}, -1)
         return limit.burst - limit.owed
       end
     end
@@ -425,12 +401,9 @@ do -- a chunk may have 200 locals
   -- The balances that an answer's headers show: for requests and for tokens the limit with the least fraction left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
-    if r.tenancy ~= (settings.tenancy or 1) then return '' end
-    if r.at_grant == 2 then
-      r.tenancy, seen = 0, nil -- no limit can charge a placed request: its record needs no estimate
-      return ''
-    end
-    local found, text = charged_nodes(r), ''
+    if r.tenancy == 0 then return '' end
+    local found, text = nodes_of(r), ''
+    if not found then r.tenancy = 0 end -- no limit can charge a placed request: its record needs no estimate
     local shown = found and found.shown or {}
     for i = 1, #shown do
       local limits = shown[i]
@@ -489,51 +462,48 @@ do -- a chunk may have 200 locals
     if not cache_is_valid then next_wake_ms = nil end
   end
 
-  -- Forget the requests in flight: tenants begin or cease to count.
+  -- Make the counts of requests in flight void, and all charges; return the settings' `tenancy` from now on.
   function quotas.restart()
     quotas.forget()
-    local cursor = '0'
-    repeat
-      local scan = read('HSCAN', key.balances, cursor, 'COUNT', 1000)
-      for i = 1, #scan[2], 2 do
-        if string.find(scan[2][i], '\31parallel$') then defer_write('HDEL', key.balances, scan[2][i]) end
-      end
-      cursor = scan[1]
-    until cursor == '0'
+    return math.max((settings.tenancy or 1) + 1, now_ms)
   end
 
   -- Count the requests in flight again from the records.
   function quotas.recount(records)
-    quotas.restart()
+    local former = settings.tenancy or 1
+    settings.tenancy, settings_text = quotas.restart(), nil
+    defer_write('HSET', key.pool, 'settings', cjson.encode(settings))
     for _, r in ipairs(records) do
-      local found = charged_nodes(r)
-      if found then add(found.charged[r.at_grant].running, taken, 1, r) end
+      if r.tenancy == former and record.read(r.id) then
+        r.tenancy = settings.tenancy
+        local found = nodes_of(r)
+        if found then add(tenants.charges(found, r).running, taken, 1) end
+        record.put(r)
+      end
     end
   end
 
-  -- Forget the requests in flight, and make all charges void, until `count_more` finds them.
-  function quotas.void_counts()
-    quotas.restart()
-    settings.tenancy, settings_text = math.max((settings.tenancy or 1) + 1, now_ms), nil
-    defer_write('HSET', key.pool, 'settings', cjson.encode(settings))
-    pool.touched = true
-  end
-
-  -- Make void charges of some requests valid again, and count these requests. Return the next cursor, '' at the end.
-  function quotas.count_more(cursor)
-    local scan, ids = read('HSCAN', key.requests, cursor, 'COUNT', 500), {}
+  -- Charge running requests to limits on requests in flight that were set after they started: a few requests, from the
+  -- `cursor` of a scan on. Return whether further calls must count more; the sweep makes them.
+  local COUNTED = 50
+  function quotas.count_running(cursor)
+    local scan, ids = read('ZSCAN', key.inflight, cursor, 'COUNT', COUNTED), {}
     for i = 1, #scan[2], 2 do ids[#ids + 1] = scan[2][i] end
     record.prefetch(ids, #ids)
     for _, id in ipairs(ids) do
       local r = record.read(id)
-      if r and r.tenancy > 0 and r.tenancy ~= settings.tenancy then
-        r.tenancy = settings.tenancy
-        local found = charged_nodes(r)
-        if found then add(found.charged[r.at_grant].running, taken, 1, r) end
+      if r and r.tenancy == 0 then
+        r.charged_prompt, r.charged_answer, r.charged, r.demoted, r.tenancy = 0, 0, '', 0, settings.tenancy or 1
+      end
+      local found = r and nodes_of(r)
+      local bound = found and tenants.charges(found, r).bound
+      if bound and bound[1] then
+        charge(r, bound, 1, 'running')
         record.put(r)
       end
     end
-    return scan[1] == '0' and '' or scan[1]
+    defer_write('HSET', key.pool, 'bounds_cursor', scan[1])
+    return scan[1] ~= '0'
   end
 
   -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so look at

@@ -64,7 +64,7 @@ do -- a chunk may have 200 locals
     end
     node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
     local function add(limit, kind)
-      limit.field, limit.node, limit.demotes = joined(path, kind), node, node.over_limit == 'demote'
+      limit.field, limit.node, limit.code = joined(path, kind), node, #tenants.paths(path) .. kind .. ','
       limit.shown_as = (limit.unit == 'requests' and 'requests=' or 'tokens=') .. string.format('%d', limit.burst)
       node.limits[#node.limits + 1], node.balances[#node.balances + 1] = limit, limit
     end
@@ -110,37 +110,65 @@ do -- a chunk may have 200 locals
   end
 
   local function add(list, it) list[#list + 1] = it end
-  local function add_limit(limits, limit)
-    add(limits, limit)
-    if limit.unit == 'parallel' then add(limits.running, limit) end
-    if limit.unit ~= 'parallel' and limit.unit ~= 'requests' then add(limits.used, limit) end
+
+  -- Return the limits that request r's nodes (`found`) have, in lists: `charged` and `uncharged`, by whether they have
+  -- charged r; of the charged ones `used`, which usage corrects, and `running`, on requests in flight. Further lists
+  -- have the limits that a step of r changes, and r's `charged` after the step: `arrive`, `start`, `sent_back` (to the
+  -- queue), `bound` (r runs, and a node has got a limit on requests in flight). No node that demotes charges a demoted
+  -- request.
+  local function find_charges(found, r)
+    local charged = r.charged
+    local lists = {charged = {after = ''}, uncharged = {}, used = {}, running = {}, arrive = {after = charged},
+      start = {after = charged}, sent_back = {}, bound = {after = charged}}
+    local function charge(list, limit)
+      add(list, limit)
+      list.after = list.after .. limit.code
+    end
+    local returned = {}
+    for _, node in ipairs(found) do
+      local waits = node.over_limit == 'queue'
+      for _, limit in ipairs(node.limits) do
+        if string.find(charged, limit.code, 1, true) then
+          add(lists.charged, limit)
+          if limit.unit == 'parallel' then
+            add(lists.running, limit)
+          elseif limit.unit ~= 'requests' then
+            add(lists.used, limit)
+          end
+          if waits then
+            add(lists.sent_back, limit)
+            returned[limit.code] = ''
+          end
+        elseif not (r.demoted == 1 and node.over_limit == 'demote') then
+          add(lists.uncharged, limit)
+          charge(lists.start, limit)
+          if not waits then charge(lists.arrive, limit) end
+          if limit.unit == 'parallel' then charge(lists.bound, limit) end
+        end
+      end
+      if node.served then
+        add(lists.start, node.served)
+        add(lists.sent_back, node.served)
+      end
+    end
+    lists.sent_back.after = string.gsub(charged, '[^,]+,', returned)
+    found.charges[r.demoted][charged] = lists
+    return lists
   end
 
-  -- The settings of the flow's nodes that have limits or count the cost served, from the top; also lists, where
-  -- `limits` has all limits, `arrival` and `grant` the limits that charge a request when it arrives and when it starts,
-  -- `start` the limits of `grant` and `served` counts, `shown` a list of limits on requests and one on tokens,
-  -- `charged` the limits that have charged a request, by its `at_grant`. In these, `used` lists the limits that usage
-  -- corrects, `running` those on requests in flight.
-  local function new_limits() return {used = {}, running = {}} end
+  function tenants.charges(found, r) return found.charges[r.demoted][r.charged] or find_charges(found, r) end
+
+  -- The settings of the flow's nodes that have limits or count the cost served, from the top. The field `shown` has a
+  -- list of the limits on requests and one of those on tokens, `charges` what `find_charges` returns, by the fields
+  -- `demoted` and `charged` of a record.
   local function find_counting(flow)
     local of_requests, of_tokens = {}, {}
-    local found = {limits = new_limits(), arrival = new_limits(), arrival_fields = '', grant = new_limits(), start = {},
-      shown = {}}
-    found.charged = {[0] = found.arrival, found.limits, new_limits(), found.grant}
+    local found = {shown = {}, charges = {[0] = {}, {}}}
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
       for _, limit in ipairs(node.limits) do
-        add_limit(found.limits, limit)
-        if node.over_limit == 'queue' then
-          add_limit(found.grant, limit)
-          add(found.start, limit)
-        else
-          add_limit(found.arrival, limit)
-          found.arrival_fields = joined(found.arrival_fields, limit.field)
-        end
         if limit.rate then add(limit.unit == 'requests' and of_requests or of_tokens, limit) end
       end
-      if node.served then add(found.start, node.served) end
       if #node.balances > 0 then add(found, node) end
     end
     if of_requests[1] then add(found.shown, of_requests) end

@@ -109,7 +109,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that fails is refunded twice", "lua/lib/quotas.lua",
-        "and amounts_of(r) or taken, -1, r)", "and amounts_of(r) or taken, -2, r)", _TENANTS,
+        "charge(r, limits.charged, -1, 'all')", "charge(r, limits.charged, -2, 'all')", _TENANTS,
+    ),
+    Mutation(
+        "a tenant that no longer queues charges again at the start", "lua/lib/tenants.lua",
+        "if string.find(charged, limit.code, 1, true) then", "if false then", _TENANTS,
+    ),
+    Mutation(
+        "a new bound does not count the running requests", "lua/lib/quotas.lua",
+        "      if bound and bound[1] then", "      if false then", _TENANTS,
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",
@@ -117,8 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an outage charges a tenant's request twice", "app/picker_fleet/admission/quotas.py",
-        "if charge is not None and not charge.grant and self._nodes",
-        "if charge is not None and self._nodes", "tests/unit/test_quotas.py",
+        "charge.limits.add(limit.key)", "pass", "tests/unit/test_quotas.py",
     ),
     Mutation(
         "each replica has the whole of a tenant's limit", "app/picker_fleet/admission/quotas.py",

@@ -149,9 +149,7 @@ class PoolModel:
         changed = any(old.get(name) != new[name] for name in REFILED_BY)
         self.refiling = self.refiling or (changed and len(self.queue) > 0)
         if bool(old.get("tenants")) != bool(new.get("tenants")):
-            self.quotas.charges.clear()
-            for key in [key for key in self.quotas.balances if key.endswith("\x1fparallel")]:
-                del self.quotas.balances[key]
+            self.quotas.restart({r.id for r in self.in_flight()})
         self.moment.settings = new
         self._put_tenants()
         self._put_bounds()
@@ -421,6 +419,7 @@ class PoolModel:
         self._log(event, r.id)
         if self.has_tenants:
             self.quotas.end(r.id, unserved=event in REFUNDED)
+        self.quotas.charges.pop(r.id, None)
         if state == "placed":
             self._unblock(first(r.endpoints))
         if r.prefillers:

@@ -262,33 +262,21 @@ class QueueModel(PoolModel):
     def set_tenants(self, caller: str, kind: str, nodes: Mapping[str, str]) -> Reply:
         self._begin(caller)
         if not self._base:
-            return self._conclude(["", ""])
-        # A waiting request is charged again if other limits charge at its arrival from now on.
-        waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
-        waiting = sorted(waiting, key=lambda r: (r.arrived, r.id)) if self.has_tenants else []
-        former, quotas = self.moment.tree, self.quotas
-        limits = {r.id: quotas.arrival_limits(r.flow) for r in waiting if quotas.counts(r.id)}
+            return self._conclude([""])
         for path, text in nodes.items():
             if text:
                 self.tenants[kind][path] = text
             else:
                 self.tenants[kind].pop(path, None)
+            self._log("tenant", "")
         self.tenants_version += 1
         self._put_tenants()
-        moved = [r for r in waiting if r.id in limits and limits[r.id] != quotas.arrival_limits(r.flow)]
-        quotas.tree, in_force = former, quotas.tree
-        for r in moved:
-            quotas.give_arrival_back(r.id)
-        quotas.tree = in_force
-        for _ in nodes:
-            self._log("tenant", "")
         if self.has_tenants and any(not text or "max_parallel" in text for text in nodes.values()):
-            self.quotas.recount()
-        for r in [r for r in moved if not self.quotas.arrive_again(r.id)]:
-            self._turn_away(r, "evicted")
+            in_order = sorted(self.in_flight(), key=lambda r: (r.lease_ms, r.id.encode()))
+            self.quotas.count_running(in_order)
         if self.has_tenants:
             self.queue.unthrottle_all()
-        return self._conclude([self.tenants_version, ""])
+        return self._conclude([self.tenants_version])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
         """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more

@@ -101,7 +101,8 @@ class ScriptSide:
         placed = {each["id"]: each["endpoints"] for each in requests if each["state"] == "placed"}
         prefillers = {each["id"]: each["prefillers"] for each in requests}
         numbers = numbers_of(state) | band_tags(packed, others or "", priorities)
-        found = {key: balance(key, text) for key, text in balances.items()}
+        tenancy = json.loads(settings or "{}").get("tenancy", 1)
+        found = {key: balance(key, text, tenancy) for key, text in balances.items()}
         return Seen(reply, events, numbers, *workloads, orders, found, placed, prefillers)
 
 
@@ -109,11 +110,13 @@ def flow_queue_of(entry: dict[str, str]) -> str:
     return entry["flow"] if entry["event"] in ("throttled", "unthrottled") else ""
 
 
-def balance(key: str, text: str) -> tuple[float, ...]:
-    """The numbers of a field of the hash `balances` (docs/redis-schema.md)."""
+def balance(key: str, text: str, tenancy: int) -> tuple[float, ...]:
+    """The numbers of a field of the hash `balances` (docs/redis-schema.md); 0 for a count that is void."""
     kind = key.rpartition("\x1f")[2].partition(":")[0]
-    texts = text.split() if kind in ("parallel", "budget", "served") else doubles(text)
-    return tuple(map(float, texts))
+    if kind == "parallel":
+        counted, count = text.split()
+        return (float(count) if int(counted) == tenancy else 0.0,)
+    return tuple(map(float, text.split())) if kind in ("budget", "served") else tuple(doubles(text))
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:

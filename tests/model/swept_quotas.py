@@ -1,6 +1,6 @@
 """The balances of tenants in the model: the local quotas, extended by the scripts' further rules."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from picker_fleet.admission.quotas import Arriving, Charge, Quotas, _Settings, period_of
 from picker_fleet.domain.tenants import Price, Tree
@@ -14,70 +14,70 @@ class SweptQuotas(Quotas):
         """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
         self.tree, self._prices = tree, prices
 
-    def counts(self, request_id: str) -> bool:
-        charge = self.charges.get(request_id)
-        return charge is not None and (not charge.arrival or bool(self._nodes(charge.flow)))
-
-    def arrival_limits(self, flow: str) -> list[str]:
-        nodes = (node for node in self._nodes(flow) if node.over_limit != "queue")
-        return [limit.key for node in nodes for limit in node.limits]
+    def restart(self, running: Iterable[str]) -> None:
+        """Tenants begin or cease to count: no limit has charged any request, also those that run now."""
+        for request_id, charge in self.charges.items():
+            charge.limits.clear()
+            charge.started = request_id in running
+        for key in [key for key in self.balances if key.endswith("\x1fparallel")]:
+            del self.balances[key]
 
     def wait(self, r: Arriving) -> None:
         """Let limits that its tenants get while request r waits charge r, too."""
         self.charges.setdefault(r.id, Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens))
 
     def quota(self, request_id: str) -> str:
-        charge = self.charges.get(request_id)
-        if charge is not None and not (charge.arrival or charge.grant):
+        told = super().quota(request_id)
+        if request_id in self.charges and not self._nodes(self.charges[request_id].flow):
             del self.charges[request_id]  # no limit can charge a placed request
-        return super().quota(request_id)
-
-    def give_arrival_back(self, request_id: str) -> None:
-        """Refund what a waiting request was charged at its arrival."""
-        charge = self.charges[request_id]
-        if charge.arrival:
-            self._take_all(charge, "arrival", -1)
-            charge.arrival = False
-            self._log("refunded", request_id)
-
-    def arrive_again(self, request_id: str) -> bool:
-        """Charge a waiting request's arrival, or forget its charge if a limit does not suffice."""
-        charge = self.charges[request_id]
-        charged = [node for node in self._nodes(charge.flow) if node.over_limit != "queue"]
-        if any(self._lack(node, charge) for node in charged if any(self._limits_for(node, charge))):
-            del self.charges[request_id]
-            return False
-        self._take_all(charge, "arrival", 1)
-        charge.arrival = True
-        self._log("charged", request_id)
-        return True
+        return told
 
     def never_suffices(self, request_id: str) -> bool:
-        """Whether the first node without enough balance for a waiting request can never grant it."""
+        """Whether a request must not wait for the first node of its path whose balance is short."""
         charge = self.charges[request_id]
-        lacks = (self._lack(node, charge) for node in self._nodes(charge.flow) if node.over_limit == "queue")
-        return any(lack.over_burst for lack in [next(filter(None, lacks))])
+        lacks = ((node, self._lack(node, charge)) for node in self._nodes(charge.flow))
+        return next(lack.over_burst or node.over_limit != "queue" for node, lack in lacks if lack)
 
     def count_start(self, request_id: str, cost: float) -> None:
         charge = self.charges.get(request_id)
-        if charge is not None and not charge.grant:
+        if charge is not None and not charge.started:
             self.start(request_id)
             self._count_served(charge.flow, cost)
 
     def send_back(self, request_id: str, cost: float) -> None:
-        """Undo `count_start`: the request waits again."""
+        """Undo `count_start`: the request waits again. Nodes that do not queue keep their charges."""
         charge = self.charges.get(request_id)
-        if charge is not None and charge.grant and self._nodes(charge.flow):
-            self._take_all(charge, "grant", -1)
-            charge.grant = False
+        if charge is not None:
+            charge.started = False
             self._count_served(charge.flow, -cost)
-            self._log("refunded", request_id)
+            self._refund(request_id, charge, {"queue"})
 
     def refuse(self, request_id: str) -> None:
         """Undo `arrive`."""
-        if request_id in self.charges:
-            self.give_arrival_back(request_id)
-            del self.charges[request_id]
+        charge = self.charges.pop(request_id, None)
+        if charge is not None:
+            self._refund(request_id, charge, {"reject", "demote"})
+
+    def _refund(self, request_id: str, charge: Charge, over_limits: set[str]) -> None:
+        for node, limit in list(self._charged(charge)):
+            if node.over_limit in over_limits:
+                self._give_back(node, limit, self._estimate(limit.unit, charge))
+                charge.limits.remove(limit.key)
+        if self._nodes(charge.flow):
+            self._log("refunded", request_id)
+
+    def count_running(self, requests: Iterable[Arriving]) -> None:
+        """Charge requests that run to limits on requests in flight that nodes have got since they started."""
+        for r in requests:
+            charge = self.charges.get(r.id) or Charge(r.flow, r.model, 0.0, 0.0, started=True)
+            uncharged = [limit for node in self._nodes(r.flow) for limit in self._uncharged(node, charge)]
+            bounds = [limit for limit in uncharged if limit.unit == "parallel"]
+            for limit in bounds:
+                self._take(limit, 1)
+                charge.limits.add(limit.key)
+            if bounds:
+                self.charges[r.id] = charge
+                self._log("charged", r.id)
 
     def _nodes(self, flow: str) -> list[_Settings]:
         """The nodes of a flow's path that have limits or count the cost served, from the top."""
@@ -112,12 +112,3 @@ class SweptQuotas(Quotas):
             is_served = kind == "served" and self._counts_served(path)
             if not (is_served or (limit and self._taken(limit) > 0)):
                 del self.balances[key]
-
-    def recount(self) -> None:
-        """Count the requests in flight again, since a node may have got a bound while its requests ran."""
-        for key in [key for key in self.balances if key.endswith("\x1fparallel")]:
-            del self.balances[key]
-        for charge in self.charges.values():
-            for _, limit in self._charged(charge):
-                if limit.unit == "parallel":
-                    self._take(limit, 1)

@@ -149,13 +149,17 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
         return pool.model.quotas.balances["a\x1frequests:60000"][0]
 
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
-    assert change("reject") == 3  # counts the waiting requests two and three; request four exceeds the limit
-    assert "evicted four " in pool.events
-    assert change("queue") == 1
-    assert pool.end("one") == ["two"]
+    assert change("reject") == 1
+    pool.admit("five flow=a/y")
+    assert change("queue") == 2  # one and five
+    assert pool.end("one") == ["four"]
+    assert change("reject") == 3
+    assert pool.end("four") == ["five"]
     assert change("demote") == 3
-    pool.cancel("three")
-    assert change("reject") == 2
+    use(pool, "five", "", "upstream_failed")
+    assert change("queue") == 3  # three has taken the place of five
+    assert pool.those("evicted") == ["two"]  # waited until its turn, and may wait no longer
+    assert audit(side.log()).violations == 0
 
 
 def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSide) -> None:
@@ -171,22 +175,15 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert pool.events == [], "three waits on"
 
 
-def test_a_default_limit_in_force_again_counts_running_requests(side: ScriptSide) -> None:
-    pool = pool_of(side, {"*": {"max_parallel": 1, "over_limit": "reject"}, "a": {}}, **ROOMY)
-    pool.admit("one flow=a/x, two flow=a/y")
-    pool.call("set_tenants", "tenants", {"a": ""})
-    assert pool.admit("three flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
-    pool.end("one")
-    assert pool.admit("four flow=a/z") == ["refused over-limit 1\x1fparallel 0 a"]
-    pool.end("two")
-    assert pool.admit("five flow=a/z")[0].startswith("placed")
-
-
 def test_a_new_bound_counts_running_requests_before_waiting_ones(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"weight": 1}}, upper_per=2)
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
-    pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 3, "over_limit": "reject"})})
-    assert pool.those("evicted") == ["four"]
+    pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 2, "over_limit": "reject"})})
+    assert pool.end("one") == ["four"]
+    pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 1, "over_limit": "reject"})})
+    assert pool.end("two") == []
+    assert pool.those("evicted") == ["three"]
+    assert audit(side.log()).violations == 0
 
 
 def test_a_request_that_returns_to_the_queue_lets_its_tenants_next_request_start(side: ScriptSide) -> None:

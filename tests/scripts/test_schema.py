@@ -184,7 +184,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.mark_endpoint(E1, "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.store.set_limits({E1: FoundLimit(4, "test", 0)})
-        await a.store.set_tenants("tenants", {"acme": "{}"})
+        await a.store.set_tenants("tenants", {"acme": '{"max_parallel": 9}'})
         await a.sweep()
         # The hash of the pool has exactly the documented fields.
         rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py

@@ -155,12 +155,27 @@ def test_a_new_bound_counts_each_running_request_of_a_large_fleet_once(it: Tenan
     it.start(5100, {"acme": {"weight": 2}})
     for first in range(0, 5100, 300):
         it.call("admit", "a", *(arrival(f"old{first + number}", flow="acme/a") for number in range(300)))
-    *_, cursor = it.set_nodes({"acme": {"max_parallel": 5100, "over_limit": "reject"}})
+    it.set_nodes({"acme": {"max_parallel": 5100, "over_limit": "reject"}})
     it.end("old1")
-    while cursor:
-        *_, cursor = it.call("set_tenants", "a", cursor)
-    it.end("old2")
-    assert [it.ask("acme/a")[:7] for _ in range(3)] == ["placed", "placed", "refused"]
+    it.passes(1000)
+    sweeps = 0
+    while it.call("sweep", "b", 1000, 60_000, 300_000, 60_000)[7]:  # the replica that set the bound has gone
+        it.end(f"old{sweeps + 2}")
+        sweeps += 1
+    assert sweeps > 50
+    assert [it.ask("acme/a")[:7] for _ in range(sweeps + 2)] == ["placed"] * (sweeps + 1) + ["refused"]
+
+
+def test_a_changed_over_limit_grants_no_waiting_request_beyond_the_limit(it: TenantPool) -> None:
+    node = {"limits": [{"unit": "requests", "amount": 6, "per_ms": 86_400_000}]}
+    it.start(1, {"acme": node}, total_capacity=9000)
+    for first in range(0, 6000, 300):
+        it.call("admit", "a", *(arrival(f"w{first + number}", flow="acme/a") for number in range(300)))
+    it.set_nodes({"acme": node | {"over_limit": "reject"}})
+    assert it.serve(6) == ["acme/a"] * 5
+    for _ in range(250):
+        it.call("cancel", "a")  # each call serves 24 turns, at which the other requests must leave
+    assert it.queued() == 0
 
 
 def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_requests(it: TenantPool) -> None:
@@ -172,7 +187,7 @@ def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_request
     it.call("state", 60_000)
     it.publish(A, upper_per=2, tenants=TREE)
     assert it.queued() == 7
-    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"2"
+    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel").split()[1] == b"2"
     assert sorted(it.serve(7)) == sorted((flows * 3)[2:])
 
 
@@ -198,7 +213,7 @@ def test_a_charge_is_void_once_tenants_have_ceased_to_count(it: TenantPool) -> N
     it.publish(A, upper_per=3, tenants=TREE)
     it.ask("acme/a")
     it.end("r1")
-    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel") == b"1"
+    assert it.client.hget(f"{it.prefix}balances", "acme\x1fparallel").split()[1] == b"1"
 
 
 async def test_a_waiting_request_starts_as_soon_as_its_balance_suffices(fleet: OpenFleet) -> None:

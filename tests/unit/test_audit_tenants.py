@@ -126,7 +126,7 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
     "a budget is passed": (
         f"{starts('r2')}, used r2 30 0 5 35, completed r2, +3600, charged s2 arrival 5 1 6, bypassed s2, "
         "charged s2 grant 5 1 6",
-        "acme/search/k2 is charged 6 units (in a day)",
+        "acme/search/k2 is charged 6 units (per day)",
     ),
     "an operator tops a limit up": (
         f"{starts('r2')}, used r2 30 0 5 35, topped_up acme tokens 60000 35, "

@@ -12,8 +12,8 @@ import datetime
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.tenants import Node, Price, Tree
@@ -41,16 +41,15 @@ class Arriving(Protocol):
 
 @dataclass(slots=True)
 class Charge:
-    """The charge of a request, in tokens. `arrival`: whether nodes that reject or demote have charged the
-    request. `grant`: whether queueing nodes have. A `demoted` request is not charged to nodes that demote.
-    `used`: the charge is the usage, not an estimate."""
+    """The charge of a request, in tokens. `limits`: the keys of the limits that have charged it. Nodes that
+    demote do not charge a `demoted` request. `used`: the charge is the usage, not an estimate."""
 
     flow: str
     model: str
     prompt: float
     answer: float
-    arrival: bool = False
-    grant: bool = False
+    limits: set[str] = field(default_factory=set)
+    started: bool = False
     demoted: bool = False
     used: bool = False
 
@@ -165,8 +164,9 @@ class Quotas:
             elif lack is not None and (lack.over_burst or node.over_limit == "reject" or not may_wait):
                 return lack
         self.charges[r.id] = charge
-        self._take_all(charge, "arrival", 1)
-        charge.arrival = True
+        for node in nodes:
+            if node.over_limit != "queue":
+                self._charge(node, charge)
         self._log("charged", r.id)
         return None
 
@@ -175,23 +175,25 @@ class Quotas:
         return charge is not None and charge.demoted
 
     def lacking(self, request_id: str) -> tuple[str, float] | None:
-        """The highest node on a waiting request's path that queues and whose balance is short, by its name
-        among its siblings, and the ms until the balance suffices. None if the request may start."""
+        """The highest node on a waiting request's path whose balance is short, by its name among its
+        siblings, and the ms until the balance suffices. None if the request may start."""
         charge = self.charges.get(request_id)
-        if charge is None or charge.grant:
+        if charge is None or charge.started:
             return None
         for node in self._nodes(charge.flow):
-            if node.over_limit == "queue" and (lack := self._lack(node, charge)) is not None:
+            if (lack := self._lack(node, charge)) is not None:
                 return _child(node.path, charge.flow), lack.wait_ms
         return None
 
     def start(self, request_id: str) -> None:
-        """Charge a request that starts to the nodes that queue, unless they have charged it."""
+        """Charge a request that starts to the limits that have not charged it."""
         charge = self.charges.get(request_id)
-        if charge is not None and not charge.grant and self._nodes(charge.flow):
-            self._take_all(charge, "grant", 1)
-            charge.grant = True
-            self._log("charged", request_id)
+        if charge is not None and not charge.started:
+            charge.started = True
+            for node in (nodes := self._nodes(charge.flow)):
+                self._charge(node, charge)
+            if nodes:
+                self._log("charged", request_id)
 
     def use(self, request_id: str, usage: Usage) -> None:
         """Correct a charge by the request's usage."""
@@ -214,9 +216,10 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.grant:  # this waiting request may have throttled its nodes
-            self._eased |= {node.path: None for node in nodes if node.limits and node.over_limit == "queue"}
-        if refunds and (charge.arrival or charge.grant):
+        if not charge.started:  # this waiting request may have throttled its nodes
+            queueing = (node for node in nodes if node.over_limit == "queue")
+            self._eased |= {node.path: None for node in queueing if self._uncharged(node, charge)}
+        if refunds and charge.limits:
             self._log("refunded", request_id)
 
     def end_elsewhere(self, flow: str) -> None:
@@ -309,9 +312,9 @@ class Quotas:
         return _Settings(path, node.over_limit, tuple(limits))
 
     def _lack(self, node: _Settings, charge: Charge) -> Lack | None:
-        """The limit of a node for which a request must wait longest; None if all suffice."""
+        """The uncharged limit of a node for which a request must wait longest; None if all suffice."""
         worst: Lack | None = None
-        for limit in node.limits:
+        for limit in self._uncharged(node, charge):
             amount = self._estimate(limit.unit, charge)
             if amount > limit.whole + RESIDUE:
                 return Lack(node.path, limit, math.inf, True)
@@ -386,19 +389,18 @@ class Quotas:
     def _charged(self, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
         """The limits that a request is charged, each with its node."""
         for node in self._nodes(charge.flow):
-            if charge.grant if node.over_limit == "queue" else charge.arrival:
-                yield from self._limits_for(node, charge)
+            yield from ((node, limit) for limit in node.limits if limit.key in charge.limits)
 
-    def _take_all(self, charge: Charge, phase: Literal["arrival", "grant"], sign: int) -> None:
-        """Charge a request's estimate at the nodes that charge in this phase, or refund it."""
-        for node in self._nodes(charge.flow):
-            if (node.over_limit == "queue") == (phase == "grant"):
-                for _, limit in self._limits_for(node, charge):
-                    self._give_back(node, limit, -sign * self._estimate(limit.unit, charge))
+    def _uncharged(self, node: _Settings, charge: Charge) -> list[Limit]:
+        """The limits of a node that have yet to charge a request."""
+        if charge.demoted and node.over_limit == "demote":
+            return []
+        return [limit for limit in node.limits if limit.key not in charge.limits]
 
-    def _limits_for(self, node: _Settings, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
-        if not (charge.demoted and node.over_limit == "demote"):
-            yield from ((node, limit) for limit in node.limits)
+    def _charge(self, node: _Settings, charge: Charge) -> None:
+        for limit in self._uncharged(node, charge):
+            self._give_back(node, limit, -self._estimate(limit.unit, charge))
+            charge.limits.add(limit.key)
 
 
 class ToldQuotas:

@@ -77,7 +77,7 @@ RECORD = {
 _RUNNING_ONLY = 3  # the last fields of RECORD, which only granted and placed requests have
 RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
 RECORD_CHARGE = {
-    "tenancy": "d", "at_grant": "B", "demoted": "B", "charged_prompt": "d", "charged_answer": "d",
+    "tenancy": "d", "demoted": "B", "charged_prompt": "d", "charged_answer": "d", "charged": "s",
 }  # fmt: skip
 MOST_BYTES = 2**32 - 1  # the largest value of format "I"
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])

@@ -409,9 +409,7 @@ class Store:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
         configuration, or of operators. Returns the new version; '' while the pool is unknown."""
         pairs = [text for pair in nodes.items() for text in pair]
-        version, cursor = await self._call("set_tenants", kind, *pairs)
-        while cursor:
-            _, cursor = await self._call("set_tenants", cursor)
+        (version,) = await self._call("set_tenants", kind, *pairs)
         return str(version)
 
     async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:

@@ -3,11 +3,11 @@
 A limit of `amount` units in `per_ms` is a leaky bucket (ITU-T I.371): the units owed leak at amount / per_ms,
 and a request may start if its units and they are at most `burst`. All buckets are computed from the log:
 
-- `charged`: a request was charged its estimate, at its arrival to nodes that reject or demote, at its grant
-  to nodes that queue. Each charged node must have had the estimate left. A demoted request is not charged to
-  nodes that demote.
+- `charged`: a request was charged its estimate: at its arrival to nodes that reject or demote, at its grant
+  to all limits that have not charged it. Each must have had the estimate left. While the request is
+  `running`, new limits on requests in flight charge it. Nodes that demote do not charge a demoted request.
 - `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
-- `refunded`: a request was not served, or returned to the queue.
+- `refunded`: a request was not served, or returned to the queue (then only nodes that queue refund it).
 - `topped_up`: an operator lowered the used part of a limit or budget; a replica raised it after a loss.
 
 A request counts once, however often it is retried or adopted: a second charge, refund or usage is a
@@ -18,7 +18,7 @@ beginning, so a correct log never shows a violation.
 import datetime
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from picker_fleet.domain.bands import NAMED
 from picker_tools.audit.checks import Check, Finding
@@ -26,7 +26,9 @@ from picker_tools.audit.log import Entry, EntryError
 from picker_tools.audit.nodes import BETWEEN, DEMOTE, QUEUE, Limit, Node, ancestry
 from picker_tools.audit.replay import Replay, RequestState, Step
 
-_ARRIVAL, _GRANT, _ALL, _DEMOTED = "arrival", "grant", "all", "demoted"
+_ARRIVAL, _GRANT, _RUNNING, _ALL, _DEMOTED = "arrival", "grant", "running", "all", "demoted"
+_Kind = tuple[str, str, str]  # a limit: path of the node, unit, period
+_PARALLEL = "requests in flight"  # a unit, as are `units` of a budget
 _UNSERVED = frozenset({
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed",
 })  # fmt: skip
@@ -44,35 +46,24 @@ class _Tokens:
     units: float
 
     def of(self, unit: str) -> float:
-        if unit in ("requests", "units"):
-            return 1.0 if unit == "requests" else self.units
+        if unit in ("requests", "units", _PARALLEL):
+            return self.units if unit == "units" else 1.0
         prompt = 0.0 if unit == "answer_tokens" else self.prompt
         return prompt if unit == "prompt_tokens" else prompt + self.answer
 
 
 @dataclass(slots=True)
 class _Charge:
-    """The charges of a request in force: the entries of its charges at `arrival` and `grant`, of its usage
-    (`used`) and of its end."""
+    """The charge of a request in force: the limits that have charged it, the entries of its charges by their
+    phases, of its usage (`used`) and of its end."""
 
     first: Entry
     tokens: _Tokens
     demoted: bool
-    arrival: Entry | None = None
-    grant: Entry | None = None
+    limits: set[_Kind] = field(default_factory=set)
+    entries: dict[str, Entry] = field(default_factory=dict)
     used: Entry | None = None
     end: Entry | None = None
-
-    def includes(self, node: Node, phase: str) -> bool:
-        """Whether the charge at `phase` includes `node`."""
-        if node.over_limit == QUEUE:
-            return phase == _GRANT
-        return phase != _GRANT and not (self.demoted and node.over_limit == DEMOTE)
-
-    @property
-    def in_force(self) -> list[str]:
-        phases = ((_ARRIVAL, self.arrival), (_GRANT, self.grant))
-        return [phase for phase, entry in phases if entry is not None]
 
 
 class Quotas(Check):
@@ -92,7 +83,6 @@ class Quotas(Check):
         self._most_kept = _LEAST_KEPT
         self._decision_us = 0
         self._had_tenants = False
-        self._counts_again = False  # whether nodes have changed since `_parallel` was counted
 
     def check(self, step: Step) -> None:
         entry, rules = step.entry, self._replay.rules
@@ -104,11 +94,8 @@ class Quotas(Check):
             self._granted.clear()
         if has_tenants and entry.event == "topped_up":
             self._top_up(entry)
-        self._counts_again |= entry.event == "tenant"
         if not has_tenants or not entry.request:
             return
-        if self._counts_again:
-            self._count_all()
         if entry.time_us != self._decision_us:
             self._decision_us = entry.time_us
             self._end_decision()
@@ -134,23 +121,23 @@ class Quotas(Check):
                 self._finding.add(f"request {entry.request} arrives and is not charged", entry)
         if charge is None:
             return
-        if entry.event in ("granted", "bypassed") and charge.grant is None and self._has_quota(entry):
+        if entry.event in ("granted", "bypassed") and _GRANT not in charge.entries and self._has_quota(entry):
             self._granted[entry.request] = entry
         elif step.before is not RequestState.ABSENT and step.after is RequestState.ABSENT:
             charge.end = entry
             # Nodes may have lost their limits since the charge, which leaves nothing to refund.
             self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
-            for phase in charge.in_force:
-                for path, node in self._path(entry.flow):
-                    if charge.includes(node, phase):
-                        self._count(path, -1)
+            for kind, _, limit in self._limits(entry.flow):
+                if kind[1] == _PARALLEL and kind in charge.limits:
+                    self._change(kind, limit, entry, -1)
+                    charge.limits.remove(kind)
 
     def _end_decision(self) -> None:
         """Check the requests of a decision whose entries have all been seen."""
         for name, charge, has_quota in self._ended:
             assert charge.end is not None
-            if charge.end.event in _UNSERVED and charge.used is None and charge.in_force and has_quota:
+            if charge.end.event in _UNSERVED and charge.used is None and charge.limits and has_quota:
                 what = f"request {name} was not served and is not refunded"
                 self._finding.add(what, charge.first, charge.end)
             if self._charges.get(name) is charge:
@@ -176,25 +163,27 @@ class Quotas(Check):
             self._granted.pop(entry.request, None)
         if charge is None or charge.end is not None:
             charge = self._charges[entry.request] = _Charge(entry, tokens, demoted)
-        former = charge.grant if phase == _GRANT else charge.arrival
-        if former is not None:
-            self._finding.add(f"request {entry.request} is charged twice", former, entry)
+        if phase != _RUNNING and phase in charge.entries:
+            self._finding.add(f"request {entry.request} is charged twice", charge.entries[phase], entry)
             return
-        charge.tokens = tokens
         if demoted and phase == _ARRIVAL and is_new:
             self._check_demotion(entry, tokens)
-        for path, node in self._path(entry.flow):
-            if charge.includes(node, phase):
-                self._finding.checked += 1
-                for name, amount, left, most in self._balances(path, node, entry, tokens):
-                    if amount > left + _ROUNDING + _RELATIVE * most:
-                        what = f"{path} is charged {amount:g} {name} and has {left:.12g} of {most:g} left"
-                        self._finding.add(what, entry)
-        self._take(entry, phase, charge, tokens, None)
-        if phase == _GRANT:
-            charge.grant = entry
-        else:
-            charge.arrival = entry
+        for kind, node, limit in self._limits(entry.flow):
+            path, unit, per = kind
+            if phase == _RUNNING:
+                is_charged = unit == _PARALLEL
+            else:
+                is_charged = phase == _GRANT or node.over_limit != QUEUE
+            if kind in charge.limits or not is_charged or (charge.demoted and node.over_limit == DEMOTE):
+                continue
+            self._finding.checked += 1
+            amount, left, most = tokens.of(unit), *self._left(kind, node, limit, entry)
+            if phase != _RUNNING and amount > left + _ROUNDING + _RELATIVE * most:
+                what = f"{path} is charged {amount:g} {unit} (per {per}) and has {left:.12g} of {most:g} left"
+                self._finding.add(what, entry)
+            charge.limits.add(kind)
+            self._change(kind, limit, entry, amount)
+        charge.entries[phase] = entry
 
     def _check_demotion(self, entry: Entry, tokens: _Tokens) -> None:
         rules = self._replay.rules
@@ -204,29 +193,47 @@ class Quotas(Check):
             what = f"request {entry.request} is demoted to priority {entry.priority}, not {lowest}"
             self._finding.add(what, entry)
         short = (
-            amount > left - _ROUNDING - _RELATIVE * most
-            for path, node in self._path(entry.flow)
+            tokens.of(kind[1]) > left - _ROUNDING - _RELATIVE * most
+            for kind, node, limit in self._limits(entry.flow)
             if node.over_limit == DEMOTE
-            for _, amount, left, most in self._balances(path, node, entry, tokens)
+            for left, most in [self._left(kind, node, limit, entry)]
         )
         if self._replay.complete and not any(short):
             self._finding.add(f"request {entry.request} is demoted and no limit is short", entry)
 
-    def _balances(
-        self, path: str, node: Node, entry: Entry, tokens: _Tokens
-    ) -> Iterator[tuple[str, float, float, float]]:
-        """For each limit of a node: name, amount that `tokens` take, amount left, most at once."""
-        for limit in node.limits:
-            left = limit.most - self._owed_now(path, limit, entry)
-            yield f"{limit.unit} (in {limit.per_ms:g} ms)", tokens.of(limit.unit), left, limit.most
-        if node.budget is not None:
-            number, spent = self._spent.get((path, node.budget.period), (0, 0.0))
-            spent = spent if number == _number(node.budget.period, entry.time_us) else 0.0
-            most = node.budget.units
-            yield f"units (in a {node.budget.period})", tokens.units, most - spent, most
-        if node.max_parallel is not None:
-            most = node.max_parallel
-            yield "requests in flight", 1, most - self._parallel[path], most
+    def _limits(self, flow: str) -> Iterator[tuple[_Kind, Node, Limit | None]]:
+        """The limits on the path of a flow, each with its node."""
+        for path, node in self._path(flow):
+            for limit in node.limits:
+                yield (path, limit.unit, f"{limit.per_ms:g} ms"), node, limit
+            if node.budget is not None:
+                yield (path, "units", node.budget.period), node, None
+            if node.max_parallel is not None:
+                yield (path, _PARALLEL, "node"), node, None
+
+    def _left(self, kind: _Kind, node: Node, limit: Limit | None, entry: Entry) -> tuple[float, float]:
+        """The amount left of a limit, and the most at once."""
+        path, _, period = kind
+        if limit is not None:
+            return limit.most - self._owed_now(path, limit, entry), limit.most
+        if node.budget is None or kind[1] == _PARALLEL:
+            most = node.max_parallel or 0
+            return most - self._parallel[path], most
+        number, spent = self._spent.get((path, period), (0, 0.0))
+        spent = spent if number == _number(period, entry.time_us) else 0.0
+        return node.budget.units - spent, node.budget.units
+
+    def _change(self, kind: _Kind, limit: Limit | None, entry: Entry, by: float) -> None:
+        """Raise the used part of a limit."""
+        path, unit, period = kind
+        if limit is not None:
+            self._owe(path, limit, entry, by)
+        elif unit == _PARALLEL:
+            self._parallel[path] += int(by)
+            if self._parallel[path] <= 0:
+                del self._parallel[path]
+        else:
+            self._count_spent(path, period, entry, by)
 
     def _owed_now(self, path: str, limit: Limit, entry: Entry) -> float:
         units, at_ms, _ = self._owed.get((path, limit.unit, limit.per_ms), (0.0, 0.0, 0.0))
@@ -240,8 +247,7 @@ class Quotas(Check):
                 self._finding.add(f"request {entry.request} is refunded and was not charged", entry)
             return
         self._finding.checked += 1
-        phases = [each for each in charge.in_force if phase in (each, _ALL)]
-        if not phases:
+        if not charge.entries or (phase != _ALL and phase not in charge.entries):
             what = f"request {entry.request} is refunded ({phase}), but this charge is not in force"
             self._finding.add(what, charge.first, entry)
         if charge.used is not None:
@@ -249,11 +255,12 @@ class Quotas(Check):
             self._finding.add(what, charge.used, entry)
         if charge.end is not None and charge.end.event not in _UNSERVED:
             self._finding.add(f"request {entry.request} was served and is refunded", charge.end, entry)
-        for each in phases:
-            self._take(entry, each, charge, None, charge.tokens)
-        charge.arrival = None if _ARRIVAL in phases else charge.arrival
-        charge.grant = None if _GRANT in phases else charge.grant
-        if not charge.in_force:
+        for kind, node, limit in self._limits(entry.flow):
+            if kind in charge.limits and (phase != _GRANT or node.over_limit == QUEUE):
+                self._change(kind, limit, entry, -charge.tokens.of(kind[1]))
+                charge.limits.remove(kind)
+        charge.entries.pop(phase, None)
+        if phase != _GRANT:
             del self._charges[entry.request]
 
     def _top_up(self, entry: Entry) -> None:
@@ -279,27 +286,10 @@ class Quotas(Check):
         if cached > prompt:
             self._finding.add(f"request {entry.request} had {cached:g} of {prompt:g} tokens cached", entry)
         used = _Tokens(prompt, answer, units)
-        for phase in charge.in_force:
-            self._take(entry, phase, charge, used, charge.tokens)
+        for kind, _, limit in self._limits(entry.flow):
+            if kind in charge.limits:
+                self._change(kind, limit, entry, used.of(kind[1]) - charge.tokens.of(kind[1]))
         charge.used, charge.tokens = entry, used
-
-    def _take(
-        self, entry: Entry, phase: str, charge: _Charge, tokens: _Tokens | None, former: _Tokens | None
-    ) -> None:
-        """Replace the charge `former` at `phase` by `tokens`; None: no charge."""
-
-        def change(unit: str) -> float:
-            return (tokens.of(unit) if tokens else 0.0) - (former.of(unit) if former else 0.0)
-
-        for path, node in self._path(entry.flow):
-            if not charge.includes(node, phase):
-                continue
-            for limit in node.limits:
-                self._owe(path, limit, entry, change(limit.unit))
-            if node.budget is not None:
-                self._count_spent(path, node.budget.period, entry, change("units"))
-            if (tokens is None or former is None) and charge.end is None:
-                self._count(path, 1 if former is None else -1)
 
     def _owe(self, path: str, limit: Limit, entry: Entry, change: float) -> None:
         owed, now_ms = max(0.0, self._owed_now(path, limit, entry) + change), entry.time_us / 1000
@@ -309,21 +299,6 @@ class Quotas(Check):
         number = _number(period, entry.time_us)
         before, spent = self._spent.get((path, period), (number, 0.0))
         self._spent[path, period] = number, max(0.0, (spent if before == number else 0.0) + change)
-
-    def _count_all(self) -> None:
-        """Recount the requests in flight of each node, as the scripts do after a change of nodes."""
-        self._counts_again = False
-        self._parallel.clear()
-        for charge in self._charges.values():
-            for phase in charge.in_force if charge.end is None else ():
-                for path, node in self._path(charge.first.flow):
-                    if charge.includes(node, phase):
-                        self._parallel[path] += 1
-
-    def _count(self, path: str, change: int) -> None:
-        self._parallel[path] += change
-        if self._parallel[path] <= 0:
-            del self._parallel[path]
 
     def _has_quota(self, entry: Entry) -> bool:
         return any(node.has_quota for _, node in self._path(entry.flow))
@@ -346,7 +321,7 @@ def _read(entry: Entry) -> tuple[str, _Tokens, bool]:
     phase, *texts = entry.note.split() or [""]
     demoted = texts[-1:] == [_DEMOTED]
     prompt, answer, units = _numbers(entry, texts[:-1] if demoted else texts, 3)
-    if phase not in (_ARRIVAL, _GRANT, _ALL):
+    if phase not in (_ARRIVAL, _GRANT, _RUNNING, _ALL):
         raise _unreadable(entry)
     return phase, _Tokens(prompt, answer, units), demoted
 
