@@ -77,14 +77,14 @@ def test_max_completion_tokens_takes_precedence_over_max_tokens_in_a_chat() -> N
 
 # Malformed bodies, or keys that make a body malformed, by the words of the refusal.
 MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
-    "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000],
-    "must be a JSON object": [b"[]"],
-    "model must be": [b'{"prompt": "x"}', {"model": 7}],
-    "prompt must be": [b'{"model": "llama"}', *({"prompt": bad} for bad in ([], ["a", "b"], [1, True]))],
-    "max_tokens must be": [{"max_tokens": bad} for bad in (0, -1, 1.5, "8", True)],
-    "n must be 1": [{"n": 2}],
-    "stream must be": [{"stream": "yes"}],
-    "stream_options must be": [{"stream_options": 1}],
+    "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b'{"x":' + b"[" * 5000],
+    "the body: Expected `object`": [b"[]"],
+    "^model: ": [b'{"prompt": "x"}', {"model": 7}],
+    "^prompt: ": [b'{"model": "llama"}', *({"prompt": bad} for bad in ([], ["a", "b"], [1, True]))],
+    "^max_tokens: ": [{"max_tokens": bad} for bad in (0, -1, 1.5, "8", True)],
+    "^n: ": [{"n": 2}],
+    "^stream: ": [{"stream": "yes"}],
+    "^stream_options: ": [{"stream_options": 1}],
 }
 
 

@@ -8,9 +8,10 @@ the last token's event includes usage: a client may then read `choices[0]` of ev
 import hashlib
 import itertools
 import random
-from collections.abc import Container
+import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal
 
 import msgspec
 import orjson
@@ -74,116 +75,93 @@ class CompletionRequest:
     kv_transfer: KvTransfer | None = None
 
 
+_KEYS = re.compile(r"(?:\$\.|field `)(\w+)")  # in an error message of msgspec
+_Limit = Annotated[int, msgspec.Meta(ge=1)] | None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Body(msgspec.Struct):
+    """The keys that bodies of completions and chats have in common; all others are ignored."""
+
+    model: str
+    max_tokens: _Limit = None
+    max_completion_tokens: _Limit = None
+    n: Literal[1] | None = None  # one answer a request
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    kv_transfer_params: KvTransfer | None = None
+
+
+class _Part(msgspec.Struct):
+    text: str = ""  # parts without text (images, tool calls) add no tokens
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        content = self.content or ""
+        return [self.role, *([content] if isinstance(content, str) else (part.text for part in content))]
+
+
+class _Chat(_Body, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+
+
+class _Completion(_Body, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+
+
 def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionRequest:
     """Parse the request in `body`, whose model must be in `models`; ignore all unknown keys.
 
     Raises:
         ApiError: status 400 for a malformed body, 404 for an unknown model; the message names the key.
     """
+    form: type[_Chat | _Completion] = _Chat if chat else _Completion
     try:
-        tree = orjson.loads(body)
-    except orjson.JSONDecodeError as fault:
+        given = msgspec.json.decode(body, type=form)
+    except msgspec.ValidationError as fault:
+        key = next(reversed(_KEYS.findall(str(fault))), None)  # the path, which starts with the key, is last
+        raise ApiError(f"{key or 'the body'}: {fault}", param=key) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise ApiError(f"the body is not JSON: {fault}", code="invalid_json") from None
-    if not isinstance(tree, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    model = _model(tree, models)
-    prompt, prompt_tokens = _messages(tree) if chat else _prompt(tree)
-    limit = _limit(tree, "max_completion_tokens")
-    if limit is None:
-        limit = _limit(tree, "max_tokens")
-    if tree.get("n") not in (None, 1):
-        raise ApiError("n must be 1: one answer a request", param="n")
-    stream = _flag(tree, "stream")
-    options = tree.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise ApiError("stream_options must be an object", param="stream_options")
+    if given.model not in models:
+        what = f"the model {given.model[:100]!r} does not exist"
+        raise ApiError(what, status=404, code="model_not_found", param="model")
+    if isinstance(given, _Chat):
+        prompt, prompt_tokens = _counted("\n".join(text for each in given.messages for text in each.texts))
+    else:
+        prompt, prompt_tokens = _prompt(given.prompt)
+    limit = given.max_completion_tokens or given.max_tokens
     return CompletionRequest(
         chat=chat,
-        model=model,
+        model=given.model,
         prompt=prompt,
         prompt_tokens=prompt_tokens,
-        max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
-        stream=stream,
-        include_usage=options is not None and _flag(options, "include_usage"),
+        max_tokens=limit or DEFAULT_MAX_TOKENS,
+        stream=bool(given.stream),
+        include_usage=bool(given.stream_options and given.stream_options.include_usage),
         # A chat without a token limit stops by itself; a completion without a limit has the default limit.
         finish_reason="stop" if chat and limit is None else "length",
-        kv_transfer=_kv_transfer(tree),
+        kv_transfer=given.kv_transfer_params,
     )
 
 
-def _model(tree: dict[str, Any], models: Container[str]) -> str:
-    model = tree.get("model")
-    if not isinstance(model, str) or not model:
-        raise ApiError("model must be a non-empty string", param="model")
-    if model not in models:
-        raise ApiError(
-            f"the model {model[:100]!r} does not exist", status=404, code="model_not_found", param="model"
-        )
-    return model
-
-
-def _limit(tree: dict[str, Any], key: str) -> int | None:
-    value = tree.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ApiError(f"{key} must be a whole number of at least 1", param=key)
-    return value
-
-
-def _flag(tree: dict[str, Any], key: str) -> bool:
-    value = tree.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(f"{key} must be true or false", param=key)
-    return bool(value)
-
-
-def _kv_transfer(tree: dict[str, Any]) -> KvTransfer | None:
-    try:
-        return msgspec.convert(tree.get("kv_transfer_params"), KvTransfer | None)
-    except msgspec.ValidationError as fault:
-        raise ApiError(f"kv_transfer_params: {fault}", param="kv_transfer_params") from None
-
-
-def _prompt(tree: dict[str, Any]) -> tuple[bytes, int]:
-    """Text and token count of `prompt`: a string, a list of one string, or a list of token ids."""
-    prompt = tree.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0] if isinstance(prompt[0], str | list) else prompt
+def _prompt(prompt: str | Sequence[str | int | list[int]]) -> tuple[bytes, int]:
+    """Text and token count of a prompt: a string, a list of one string, or a list of token ids."""
+    if not isinstance(prompt, str) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
     if isinstance(prompt, str):
         return _counted(prompt)
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+    if prompt and all(isinstance(token, int) for token in prompt):
         return orjson.dumps(prompt), len(prompt)
-    raise ApiError("prompt must be one string or one list of token ids", param="prompt")
-
-
-def _messages(tree: dict[str, Any]) -> tuple[bytes, int]:
-    """Text and token count of `messages`; parts without text (images, tool calls) add no tokens."""
-    messages = tree.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError("messages must be a non-empty list", param="messages")
-    lines: list[str] = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError("each of messages must be an object with a role", param="messages")
-        lines.append(message["role"])
-        content = message.get("content")
-        if isinstance(content, str):
-            lines.append(content)
-        elif isinstance(content, list):
-            lines.extend(_part_text(part) for part in content)
-        elif content is not None:
-            raise ApiError("content must be a string or a list of parts", param="messages")
-    return _counted("\n".join(lines))
-
-
-def _part_text(part: object) -> str:
-    if not isinstance(part, dict):
-        raise ApiError("each part of content must be an object", param="messages")
-    text = part.get("text", "")
-    if not isinstance(text, str):
-        raise ApiError("text of a content part must be a string", param="messages")
-    return text
+    raise ApiError("prompt: must be one string or one list of token ids", param="prompt")
 
 
 def _counted(text: str) -> tuple[bytes, int]:
