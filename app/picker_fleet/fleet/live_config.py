@@ -65,14 +65,22 @@ LIVE = (*AFFECTS, "weights.FLOW")
 _WEIGHTS = "weights"
 _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _BANDS = "fair_request_queue.priority_bands"
-_BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
-_STAGES = "scheduling.stages"
-_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
+_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS, _WEIGHTS)  # mappings whose entries change one by one
+# The path of each live key; `*` stands for any name.
+_LEAVES = [
+    tuple(key.split("."))
+    for key in (
+        *(key for key in AFFECTS if key not in _BY_NAME),
+        *(f"{whole}.*" for whole in (_BAND_WEIGHTS, _SCORERS, _WEIGHTS)),
+        *(f"{_BANDS}.*.{attribute}" for attribute in ("bytes", "capacity", "guaranteed", "preemptible")),
+    )
+]
 _MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # maximum flows with live weights: after every change the scripts read all
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
+_Path = tuple[str, ...]
 
 
 def flattened(
@@ -80,37 +88,55 @@ def flattened(
     bands: Iterable[str] = tuple(Criticality),
     scorers: Iterable[str] = BUILT_IN,
 ) -> dict[str, Any]:
-    """Convert a partial settings tree to live changes (None: undo); `bands` and `scorers` have their names.
+    """Convert a partial settings tree to live changes. None undoes a change, or all changes of a mapping, in
+    which `bands` and `scorers` have their names.
 
     Raises:
         ConfigError: keys cannot change live; the message has a line for each fault.
     """
+    names = {_BAND_WEIGHTS: bands, _BANDS: bands, _SCORERS: scorers}
     changes: dict[str, Any] = {}
     faults: list[str] = []
-    for section, keys in patch.items():
-        known = section == _WEIGHTS or any(key.startswith(section + ".") for key in AFFECTS)
-        if known and isinstance(keys, dict):
-            for key, value in keys.items():
-                name = f"{section}.{key}"
-                if name == _SCORERS and value is not None:
-                    try:
-                        changes |= _by_name(name, weights_by_name(value), scorers)
-                    except ValueError as fault:
-                        faults.append(f"{name}: {fault}")
-                elif name == _STAGES:
-                    changes |= _leaves(name, value)
-                elif name == _BANDS:
-                    faults += _band_faults(value)
-                    changes |= _of_bands(value, bands)
-                else:
-                    known_names = scorers if name == _SCORERS else bands
-                    changes |= _by_name(name, value, known_names) if name in _BY_NAME else {name: value}
+
+    def add(path: _Path, value: Any) -> None:
+        """Add the changes in `value`, the part of `patch` at `path`."""
+        key, leaves = ".".join(path), _leaves_below(path)
+        shown = ".".join(name[:60] for name in path)
+        if key == _SCORERS and value is not None:
+            try:
+                value = weights_by_name(value)
+            except ValueError as fault:
+                faults.append(f"{shown}: {fault}")
+                return
+        if not leaves:
+            valid = dict.fromkeys(leaf[len(path) - 1] for leaf in _leaves_below(path[:-1]))
+            faults.append(f"{shown}: cannot change live; valid: {', '.join(valid)}")
+        elif len(leaves[0]) == len(path):
+            changes[key] = value
+        elif isinstance(value, Mapping):
+            for name, each in value.items():
+                add((*path, _named(name) if names.get(key) is bands else name), each)
+        elif value is None and len(path) > 1:
+            below = {leaf[len(path)] for leaf in leaves}
+            for name in names[key] if "*" in below else below:
+                add((*path, name), None)
         else:
-            faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
-    faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
+            faults.append(f"{shown}: must be an object")
+
+    for section, keys in patch.items():
+        add((section,), keys)
     if faults:
         raise ConfigError("\n".join(faults))
     return changes
+
+
+def _leaves_below(path: _Path) -> list[_Path]:
+    """The paths of live keys that are `path` or begin with it."""
+    return [
+        leaf
+        for leaf in _LEAVES
+        if len(leaf) >= len(path) and all(part in ("*", name) for part, name in zip(leaf, path, strict=False))
+    ]
 
 
 def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,35 +150,33 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
         ConfigError: the result is invalid; the lines of the message name the keys.
     """
     patch = nested(changes)
-    weights = patch.pop(_WEIGHTS, {})
-    scheduling = patch.pop("scheduling", {})
-    scorers, stages = scheduling.get("scorers", {}), scheduling.get("stages", {})
-    faults = [*_weight_faults(weights), *_scorer_faults(scorers, settings)]
+    weights, scheduling = patch.get(_WEIGHTS, {}), patch.get("scheduling", {})
+    faults = [*_weight_faults(weights), *_scorer_faults(scheduling.get("scorers", {}), settings)]
     if faults:
         raise ConfigError("\n".join(faults))
-    queue = patch.get("fair_request_queue", {})
-    if by_name := queue.pop("priority_bands", {}):
-        queue["priority_bands"] = _bands_with(settings, by_name)
-    if isinstance(by_band := queue.get("band_weights"), Mapping):
-        configured = settings.fair_request_queue.band_weights.items()
-        queue["band_weights"] = {**dict(configured), **by_band}
     tree = settings.model_dump(exclude_unset=True)
-    for section, keys in patch.items():
-        tree[section] = {**tree.get(section, {}), **keys}
-    if scorers:
-        by_name = settings.scheduling.scorers | scorers
-        named = {name: weight for name, weight in by_name.items() if weight > 0}
-        tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
-    if stages:
-        given = tree.get("scheduling", {})
-        own = dict(given.get("stages", {}))
-        for name, value in stages.items():
-            own[name] = {**own.get(name, {}), **value} if isinstance(value, Mapping) else value
-        tree["scheduling"] = {**given, "stages": own}
+    # Entries of mappings change one by one: begin with all entries, defaults included.
+    queue, changed = settings.fair_request_queue, patch.get("fair_request_queue", {})
+    if "scorers" in scheduling:
+        tree.setdefault("scheduling", {})["scorers"] = dict(settings.scheduling.scorers)
+    if "band_weights" in changed:
+        tree.setdefault("fair_request_queue", {})["band_weights"] = dict(queue.band_weights)
+    if by_name := changed.get("priority_bands", {}):
+        tree.setdefault("fair_request_queue", {})["priority_bands"] = _bands_by_name(settings, by_name)
+    _put(tree, {key: value for key, value in changes.items() if _whole(key) != _WEIGHTS})
+    if "scorers" in scheduling:
+        scorers = tree["scheduling"]["scorers"]
+        tree["scheduling"]["scorers"] = {name: weight for name, weight in scorers.items() if weight > 0}
+    if by_name:
+        bands = tree["fair_request_queue"]["priority_bands"]
+        tree["fair_request_queue"]["priority_bands"] = list(bands.values())
     try:
         live = parse(tree)
     except ConfigError as fault:
-        raise ConfigError(_naming_bands(str(fault), queue.get("priority_bands", ()))) from None
+        text = str(fault)
+        for place, name in enumerate(bands if by_name else ()):  # name bands in place of their list indices
+            text = text.replace(f"{_BANDS}.{place}.", f"{_BANDS}.{name}.")
+        raise ConfigError(text) from None
     if new := sorted(live.scheduling.outside - settings.scheduling.outside):
         raise ConfigError(
             f"scheduling.stages: a replica starts without the scorer {new[0]}: name it in the configuration"
@@ -183,41 +207,27 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Convert `changes` to the equivalent partial settings tree."""
     tree: dict[str, dict[str, Any]] = {}
-    # Sort, so that a mapping's own key precedes its entries' keys, and `applied` finds a wrong type there.
-    for key, value in sorted(changes.items()):
-        section, _, name = key.partition(".")
-        keys = tree.setdefault(section, {})
-        if (whole_key := _whole(key)) == _BANDS != key:
-            band, _, attribute = key.removeprefix(f"{_BANDS}.").rpartition(".")
-            keys.setdefault("priority_bands", {}).setdefault(band, {})[attribute] = value
-            continue
-        if whole_key != key:
-            name, _, part = name.partition(".")
-            whole = keys.setdefault(name, {})
-            if isinstance(whole, dict):
-                whole[part] = value
-            continue
-        *above, last = name.split(".") if key in AFFECTS else (name,)
-        for part in above:
-            keys = keys.setdefault(part, {})
-        keys[last] = value
+    _put(tree, changes)
     return tree
 
 
-def _leaves(key: str, value: Any) -> dict[str, Any]:
-    """Live changes of the keys in the partial tree `value` at `key`; None undoes all their changes."""
-    if value is None and key not in AFFECTS:
-        return {each: None for each in AFFECTS if each.startswith(key + ".")}
-    if key in AFFECTS or not isinstance(value, Mapping):
-        return {key: value}
-    changes: dict[str, Any] = {}
-    for name, part in value.items():
-        changes |= _leaves(f"{key}.{name}", part)
-    return changes
+def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set the keys of `changes` in the settings tree `tree`."""
+    for key, value in changes.items():
+        *above, last = _path_of(key)
+        at = tree
+        for part in above:
+            at = at.setdefault(part, {})
+        at[last] = value
 
 
-def _is_live(key: str) -> bool:
-    return _whole(key) in AFFECTS or key.startswith(_WEIGHTS + ".")
+def _path_of(key: str) -> _Path:
+    """The path of a live change's key; names may have dots."""
+    whole = _whole(key)
+    if whole == key:
+        return tuple(key.split("."))
+    name = key.removeprefix(f"{whole}.")
+    return (*whole.split("."), *(name.rsplit(".", 1) if whole == _BANDS else (name,)))
 
 
 def _whole(key: str) -> str:
@@ -225,71 +235,21 @@ def _whole(key: str) -> str:
     return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
 
 
-def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Live changes of the single weights under the key `whole`; None undoes the changes for all `names`."""
-    if weights is None:
-        return {f"{whole}.{_part(whole, name)}": None for name in names}
-    if not isinstance(weights, Mapping):
-        return {whole: weights}
-    return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
-
-
-def _band_faults(by_name: Any) -> Iterable[str]:
-    """The faults in changes of bands: wrong types, and attributes that cannot change live."""
-    if not isinstance(by_name, Mapping | None):
-        yield f"{_BANDS}: must be an object of band and attributes"
-        return
-    for band, attributes in (by_name or {}).items():
-        where = f"{_BANDS}.{str(band)[:60]}"
-        if not isinstance(attributes, Mapping | None):
-            yield f"{where}: must be an object of attributes"
-            continue
-        for attribute in attributes or {}:
-            if attribute == "weight":
-                yield f"{where}.weight: is changed as {_BAND_WEIGHTS}.{str(band)[:60]}"
-            elif attribute not in _BAND_ATTRIBUTES:
-                told = ", ".join(_BAND_ATTRIBUTES)
-                yield f"{where}.{str(attribute)[:60]}: cannot change live; of a band may: {told}"
-
-
-def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
-    """Live changes of single band attributes; None undoes the changes of one band or of all `bands`."""
-    given = dict.fromkeys(bands) if by_name is None else by_name
-    changes: dict[str, Any] = {}
-    for band, attributes in given.items() if isinstance(given, Mapping) else ():
-        own = dict.fromkeys(_BAND_ATTRIBUTES) if attributes is None else attributes
-        if isinstance(own, Mapping):
-            changes |= {f"{_BANDS}.{_named(band)}.{attribute}": value for attribute, value in own.items()}
-    return changes
-
-
-def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The configured `priority_bands`, with the changed attributes applied.
+def _bands_by_name(settings: Settings, changed: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The configured `priority_bands` by name, and an entry for each band of `changed` that has none.
 
     Raises:
         ConfigError: a name belongs to no configured band.
     """
     queue = settings.fair_request_queue
-    given = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
+    found = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
     priorities = {band.name: band.priority for band in queue.bands}
-    for name, attributes in by_name.items():
+    for name in changed:
         if name not in priorities:
             known = ", ".join(priorities)
             raise ConfigError(f"{_BANDS}.{name[:60]}: is no configured band; valid: {known}")
-        given.setdefault(name, {"priority": priorities[name], "name": name}).update(attributes)
-    return list(given.values())
-
-
-def _naming_bands(fault: str, bands: Iterable[Mapping[str, Any]]) -> str:
-    """Replace list indices of `bands` in the message `fault` by the bands' names."""
-    for place, band in enumerate(bands):
-        name = band.get("name", band["priority"])
-        fault = fault.replace(f"{_BANDS}.{place}.", f"{_BANDS}.{name}.")
-    return fault
-
-
-def _part(whole: str, name: object) -> str:
-    return _named(name) if whole == _BAND_WEIGHTS else str(name)
+        found.setdefault(name, {"priority": priorities[name], "name": name})
+    return found
 
 
 def _named(band: object) -> str:
