@@ -204,7 +204,7 @@ def test_limits_and_attributes_of_bands_can_be_changed_one_by_one() -> None:
 @cases("patch, says", {
     "a list": ([{"priority": 7, "bytes": 5}], ": must be an object"),
     "a number": ({"7": 5}, ".7: must be an object"),
-    "priority": ({"7": {"priority": 8}}, ".7.priority: cannot change live; valid: bytes, capacity, guaranteed,"),
+    "priority": ({"7": {"priority": 8}}, ".7.priority: cannot change live; valid: bytes, capacity,"),
     "a name": ({"7": {"name": "x"}}, ".7.name: cannot change live"),
     "a weight": ({"7": {"weight": 8}}, ".7.weight: cannot change live; valid: bytes"),
     "no band": ({"8": {"bytes": 8}}, ".8: is no configured band; valid: Critical, 7, Default, Sheddable"),
