@@ -207,9 +207,11 @@ async def test_access_log_entries_that_are_read_just_after_a_pause_renew_no_leas
 async def test_an_answer_that_stops_growing_renews_its_lease_every_other_time_and_without_token(
     bench: Bench,
 ) -> None:
-    for answer_bytes in (0, 0, 5, 5, 5, 9):
+    # The shared state of the last epoch may have lost the request, and so gets the token.
+    for epoch, answer_bytes in zip("1111112", (0, 0, 5, 5, 5, 9, 9), strict=True):
+        bench.store.epoch = epoch
         bench.gate.renew(Alive("r", E1, "token", answer_bytes=answer_bytes))
-    assert [token for _, token in bench.store.alive] == ["token", "token", "token", "", "token"]
+    assert [token for _, token in bench.store.alive] == ["token", "token", "token", "", "token", "token"]
 
 
 async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_again(bench: Bench) -> None:

@@ -273,7 +273,7 @@ class Admission:
         entry, leases = self.ledger.get(alive.id), self._fleet.config.settings.leases
         token: str | None = alive.accounting_token
         if entry is not None and leases.inflight >= 3 * leases.access_log_interval:
-            token = entry.renewal(alive.accounting_token)
+            token = entry.renewal(alive.accounting_token, self._store.epoch)
         if token is not None and self.failover.state is not FailoverState.LOCAL:
             self._reports.renew(alive._replace(accounting_token=token))
 

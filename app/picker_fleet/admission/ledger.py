@@ -60,7 +60,8 @@ class Entry(msgspec.Struct, eq=False):
     the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
     `confirmed`. unread: the endpoint has sent its answer, but the client may not have read it. published: the
     epoch of the shared state that has the tombstone. restored: another replica restored the request after
-    its end. answer_bytes: bytes of the answer so far; silences: lease renewals due since the answer grew.
+    its end. answer_bytes: bytes of the answer so far; silences: lease renewals due since the answer grew,
+    in the epoch `renewed` of the shared state.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Entry(msgspec.Struct, eq=False):
     restored: bool = False
     answer_bytes: int = 0
     silences: int = 0
+    renewed: str = ""
 
     @property
     def running(self) -> bool:
@@ -94,13 +96,16 @@ class Entry(msgspec.Struct, eq=False):
         """Whether the request runs, and this replica placed it without Redis in the present outage."""
         return self.phase is Phase.PLACED and self.local_cost is not None
 
-    def renewal(self, token: str) -> str | None:
+    def renewal(self, token: str, epoch: str) -> str | None:
         """The accounting token to send with a renewal that is due, `token` or ''; None: do not renew.
 
         If an answer has begun but has stopped growing, its endpoint may have finished while the client does
         not read. Renew such a lease only every other time, so that a metrics page can prove the end; and
-        without token, so that the renewal does not restore the request.
+        without token, so that the renewal does not restore the request. In each `epoch` of the shared state
+        the first renewal has the token, since the request may have been lost.
         """
+        if epoch != self.renewed:
+            self.renewed, self.silences = epoch, 0
         silences = self.silences
         self.silences += self.answer_bytes > 0
         return None if silences % 2 else token if silences == 0 else ""

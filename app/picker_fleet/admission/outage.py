@@ -164,8 +164,6 @@ class Outage:
     async def restore_running(self, store: Store, report_s: float) -> int:
         """Report the running requests to Redis. Returns their number.
 
-        `report_s` is the access log's interval between entries of a running request.
-
         Raises:
             StateUnavailable: Redis is lost again.
             WritesRefused: Redis accepts no writes now.

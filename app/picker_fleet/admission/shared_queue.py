@@ -477,7 +477,7 @@ class SharedQueue:
         answers = [
             self._store.renew(entry.id, entry.attempt, entry.endpoint, token)
             for entry in self._ledger.owned()
-            if (token := entry.renewal(entry.token) if is_due else entry.token) is not None
+            if (token := entry.renewal(entry.token, self._store.epoch) if is_due else entry.token) is not None
         ]
         for answer in answers:
             ignore_loss(answer)

@@ -22,7 +22,6 @@ from picker_fleet.state.replies import TombstoneReply
 from picker_fleet.state.store import Store
 
 _CHUNK = 512  # maximum tombstones in flight at a time; the store sends 16 in a call
-_UNPUBLISHED = ""
 
 
 class Tombstones:
@@ -52,7 +51,7 @@ class Tombstones:
         self._peer_degraded = False
         self._peer_resyncs: frozenset[str] = frozenset()  # peer -> number of its last resync
         self._answered: frozenset[str] = frozenset()  # peers' resyncs for which all ends are published
-        self._published_epoch = _UNPUBLISHED
+        self._published_epoch = ""
         self._peers: Mapping[str, PeerState] = {}
         self._resyncs = 0
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
@@ -164,12 +163,8 @@ class Tombstones:
 
     def peers_answered(self, live: tuple[str, ...]) -> bool:
         mark = _mark(self._replica, self._resyncs)
-        return all(self._has_answered(name, mark) for name in live)
-
-    def _has_answered(self, name: str, mark: str) -> bool:
-        if name == self._replica:
-            return True
-        return name in self._peers and mark in self._peers[name].answered
+        others = (name for name in live if name != self._replica)
+        return all(name in self._peers and mark in self._peers[name].answered for name in others)
 
     def _publish_end(self, entry: Entry) -> asyncio.Future[TombstoneReply]:
         epoch, ended_s = self._epoch(), entry.ended_s
