@@ -36,9 +36,7 @@ do
   end
 
   function tombstones.give_up(id) defer_write('ZADD', key.unheard, now_ms, id) end
-  function tombstones.was_given_up(id)
-    return read('ZSCORE', key.unheard, id)
-  end
+  function tombstones.was_given_up(id) return read('ZSCORE', key.unheard, id) end
 
   function tombstones.has_come_back(id)
     defer_write('ZREM', key.unheard, id)

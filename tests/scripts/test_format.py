@@ -69,7 +69,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "mark_endpoint": ("a", "b:1", "down", "1"),
     "evict": ("a", "waits"),
     "set_tenants": ("a", "tenants", "acme", "{}"),
-    "top_up_tenant": ("a", "acme", "tokens", "60000", 1),
+    "top_up_tenant": ("a", "acme", "tokens", "60000", 1, "id"),
     "count_usage": ("a", 1, 490_896, 0, "acme", "llama", 1, 0, 1, 0, 1, 2.0),
     "heartbeat": ("a", "{}", 60_000, "0a"),
     "publish_changes": ("a", "e", "f", "b:1", OPEN),

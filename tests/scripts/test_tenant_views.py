@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 import pytest
 from metrics_page import samples
+from proxy import proxy_to
 from script_fleet import OpenFleet, Replica
 from starlette.requests import Request
 
@@ -28,11 +29,8 @@ async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCach
     store, times = a.store, SnapshotTimes(max_age_per_queue_s=0.0)
     store.queue_snapshots = QueueSnapshots(store._client, store.reads, store.keys.queue_snapshot, times)
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
-    fleet, cache = (
-        KnownFleet(Settings(tenants=Tenants(nodes=nodes))),
-        FleetStateCache(a.store, 5),
-    )
-    return TenantTree(a.store, cache, fleet), cache
+    cache = FleetStateCache(a.store, 5)
+    return TenantTree(a.store, cache, KnownFleet(Settings(tenants=Tenants(nodes=nodes)))), cache
 
 
 async def node(views: TenantTree, path: str) -> models.Tenant:
@@ -110,6 +108,13 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
             assert month.remaining == 920
         await shown_metrics.look(None, "3")
         assert not [key for key in samples(a.metrics) if key[0] == "epp_tenant_remaining"]
+
+
+async def test_a_top_up_whose_reply_was_lost_counts_once(fleet: OpenFleet, valkey_url: str) -> None:
+    async with proxy_to(valkey_url) as proxy, fleet("a", through={"a": proxy.url}, tenants=TENANTS) as (_, a):
+        await views_of(a, Node(path="acme", budget=Budget(units=100.0, period="month")))
+        proxy.lose_replies = 1
+        assert await a.store.top_up_tenant("acme", "budget", "month", -30.0) == 70.0
 
 
 async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_both_values(

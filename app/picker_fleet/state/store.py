@@ -6,6 +6,7 @@ are seconds unless their names end in `_ms`."""
 
 import asyncio
 import json
+import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -437,7 +438,7 @@ class Store:
     async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float | None:
         """Lower the used part of a tenant's limit by `amount`, at most to 0; `per` is as in LimitRow. Returns
         the free part of the limit; None if the node has no such limit."""
-        (left,) = await self._call("top_up_tenant", path, unit, per, amount)
+        (left,) = await self._call("top_up_tenant", path, unit, per, amount, secrets.token_hex(16))
         return float(left) if left else None
 
     async def live_config(self) -> LiveConfig:
