@@ -218,7 +218,6 @@ class Capacity(Check):
 
 
 _Key = tuple[int, str, str]  # band, flow, workload
-_Queue = list[tuple[int, str]]  # a heap of rank and request id; may include requests that have left
 
 
 class Order(Check):
@@ -234,20 +233,18 @@ class Order(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._rules = replay.rules
-        self._queues: dict[_Key, _Queue] = {}
-        # Request -> its rank when it entered the queue. A newer stream may bring another prediction, but a
-        # waiting request keeps its rank.
-        self._ranks: dict[str, int] = {}
+        # Waiting request -> its rank when it entered the queue. A newer stream may bring another prediction,
+        # but a waiting request keeps its rank.
+        self._queues: dict[_Key, dict[str, int]] = {}
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
         if replay.rules is not self._rules:
             if replay.rules is None or not replay.rules.orders_like(self._rules):
-                self._ranks.clear()
                 self._queues.clear()  # requests that wait already are not checked for order
             self._rules = replay.rules
-        if step.enters_queue:
-            self._push(entry)
+        if step.enters_queue and (key := self._key(entry)) is not None:
+            self._queues.setdefault(key, {})[entry.request] = self._rank(entry)
         elif entry.event == "bypassed" and step.takes_stock:
             self._finding.checked += 1
             if replay.queued and not self._may_overtake(entry):
@@ -256,6 +253,12 @@ class Order(Check):
             self._finding.checked += 1
             self._check_band(entry)
             self._check_turn(entry)
+        if step.leaves_queue and step.request is not None:
+            key = self._key(step.request.first_entry)
+            if key in self._queues:
+                self._queues[key].pop(entry.request, None)
+                if not self._queues[key]:
+                    del self._queues[key]
 
     def _may_overtake(self, entry: Entry) -> bool:
         """With tenants, whether all waiting requests are throttled, and the flow of `entry` is not."""
@@ -283,42 +286,15 @@ class Order(Check):
             return
 
     def _check_turn(self, entry: Entry) -> None:
-        key = self._key(entry)
-        queue = self._queues.get(key) if key else None
-        while key and queue and not self._waits(key, queue[0]):
-            heapq.heappop(queue)
-        if queue and queue[0][0] < self._ranks.get(entry.request, self._rank(entry)):
-            first = queue[0][1]
-            earlier = self._replay.requests[first].first_entry
-            what = f"{entry.request} served before {first}, which comes first in its flow"
-            self._finding.add(what, earlier, entry)
-
-    def _waits(self, key: _Key, position: tuple[int, str]) -> bool:
-        """Whether the request at `position` still waits there; a later request may have reused its id."""
-        request = self._replay.requests.get(position[1])
-        if request is None or request.state is not RequestState.QUEUED:
-            return False
-        return self._key(request.first_entry) == key and self._ranks.get(position[1]) == position[0]
-
-    def _push(self, entry: Entry) -> None:
-        key = self._key(entry)
-        if key is None:
-            return
-        queue = self._queues.setdefault(key, [])
-        self._ranks[entry.request] = rank = self._rank(entry)
-        heapq.heappush(queue, (rank, entry.request))
-        bound = 2 * len(self._replay.requests) + 64
-        if len(queue) > bound:
-            queue[:] = [each for each in queue if self._waits(key, each)]
-            heapq.heapify(queue)
-        if len(self._ranks) > bound:
-            self._ranks = {name: rank for name, rank in self._ranks.items() if name in self._replay.requests}
-        if len(self._queues) > bound:
-            self._queues = {
-                each: queue
-                for each, queue in self._queues.items()
-                if each == key or any(self._waits(each, position) for position in queue)
-            }
+        key, requests = self._key(entry), self._replay.requests
+        queue = self._queues.get(key, {}) if key else {}
+        rank = queue.get(entry.request, self._rank(entry))
+        before = [(each, name) for name, each in queue.items() if each < rank]
+        for _, first in sorted(before):
+            if first in requests and requests[first].state is RequestState.QUEUED:  # not lost meanwhile
+                what = f"{entry.request} served before {first}, which comes first in its flow"
+                self._finding.add(what, requests[first].first_entry, entry)
+                return
 
     def _key(self, entry: Entry) -> _Key | None:
         """The flow queue in which the order of `entry` is checked; None if its order is not checked."""

@@ -38,7 +38,6 @@ class Starvation(Check):
         self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> its overdue requests
         self._credit = 0.0  # sum of `guard_share` over dispatches with an overdue request
         self._limits: dict[str, float] = {}  # overdue request -> the `_credit` by which it must be served
-        self._limit_heap: list[tuple[float, str]] = []  # the limits in `_limits` as a heap
         # Guard dispatches minus shares, maximised over runs that end now; above 1 is a violation.
         self._excess = 0.0
         self._share_before: float | None = None
@@ -103,13 +102,9 @@ class Starvation(Check):
             self._overdue_of.setdefault(request.queue_key, set()).add(request_id)
             for _, behind in self._overdue[at + 1 :]:  # now one more request precedes the requests behind it
                 if behind in self._limits:
-                    self._set_limit(behind, self._limits[behind] + 1)
+                    self._limits[behind] += 1
             if self._can_be_served(request_id):
-                self._set_limit(request_id, self._credit + at + 1)
-
-    def _set_limit(self, request_id: str, limit: float) -> None:
-        self._limits[request_id] = limit
-        heapq.heappush(self._limit_heap, (limit, request_id))
+                self._limits[request_id] = self._credit + at + 1
 
     def _apply_throttling(self, entry: Entry) -> None:
         """Leave out the overdue requests of a throttled flow queue, or of a throttled tenant's flow queues,
@@ -127,7 +122,7 @@ class Starvation(Check):
                     self._limits.pop(request_id, None)
                 else:
                     at = bisect.bisect_left(self._overdue, self._keys[request_id])
-                    self._set_limit(request_id, self._credit + at + 1)
+                    self._limits[request_id] = self._credit + at + 1
 
     def _restart(self) -> None:
         """Restart all counts when the order is known again: earlier counts no longer apply."""
@@ -136,7 +131,7 @@ class Starvation(Check):
         self._excess, self._share_before = 0.0, None
         for at, (_, request_id) in enumerate(self._overdue):
             if self._can_be_served(request_id):
-                self._set_limit(request_id, self._credit + at + 1)
+                self._limits[request_id] = self._credit + at + 1
 
     def _can_be_served(self, request_id: str) -> bool:
         request = self._replay.requests.get(request_id)
@@ -194,10 +189,10 @@ class Starvation(Check):
 
     def _check_limits(self, entry: Entry) -> None:
         """Find overdue requests that should have been served by this dispatch."""
-        while self._limit_heap and self._limit_heap[0][0] <= self._credit + _ROUNDING:
-            limit, request_id = heapq.heappop(self._limit_heap)
+        late = [each for each, limit in self._limits.items() if limit <= self._credit + _ROUNDING]
+        for request_id in late:
+            del self._limits[request_id]
             request = self._replay.requests.get(request_id)
-            if request is not None and self._limits.get(request_id) == limit:
-                del self._limits[request_id]
+            if request is not None:
                 what = f"{request_id} is overdue and was not served within the promised number of dispatches"
                 self._finding.add(what, request.first_entry, entry)
