@@ -35,6 +35,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan, Source, planned, source
 from picker_tools.load.session import kill_moments
 from picker_tools.local_fleet.local_fleet import UpOptions
 from picker_tools.local_fleet.parts import SimOptions
+from picker_tools.local_fleet.processes import Report
 
 
 def test_loopback_targets_are_accepted_and_other_targets_require_an_option() -> None:
@@ -93,7 +94,7 @@ def test_wrong_arguments_end_with_exit_status_2(
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
-    settings = OwnFleet(scenario, UpOptions(3, 4, "lean", SimOptions()), tmp_path, print).settings
+    settings = OwnFleet(scenario, UpOptions(3, 4, "lean", SimOptions()), tmp_path, Report()).settings
     assert settings.decision_log.enabled
     assert scenario.objectives <= {objective.name for objective in settings.objectives}
     for key, wanted in scenario.needs:

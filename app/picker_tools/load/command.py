@@ -21,7 +21,7 @@ from picker_tools.load.scenarios import ITL_MS, SCENARIOS, TTFT_MS, Plan
 from picker_tools.load.session import Session
 from picker_tools.local_fleet.local_fleet import UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions, mode
-from picker_tools.local_fleet.processes import first_error, logs_folder, on_signal
+from picker_tools.local_fleet.processes import Report, first_error, logs_folder, on_signal
 
 _LINE_EVERY_S = 2.0
 
@@ -33,14 +33,10 @@ class ProgressView:
         self._duration_s = duration_s
         self._next_s = 0.0
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self.bar = Progress(
-            *columns, console=Console(highlight=False, emoji=False), disable=not sys.stdout.isatty()
-        )
+        console = Console(highlight=False)
+        self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
+        self.report = Report(console)  # prints above the bar
         self._task = self.bar.add_task("load", total=duration_s, visible=False)
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self.bar.console.print(text, markup=False, soft_wrap=True)
 
     def show(self, load: Load, state: Sample | None) -> None:
         parts = [f"sent {load.sent}", f"open {load.open}", f"served {load.served}"]
@@ -50,7 +46,7 @@ class ProgressView:
         status = "  ".join(parts)
         if self.bar.disable and load.now_s >= self._next_s:
             self._next_s = load.now_s + _LINE_EVERY_S
-            self.say(f"{load.now_s:5.1f} s  {status}")
+            self.report.text(f"{load.now_s:5.1f} s  {status}")
         done_s = min(load.now_s, self._duration_s)
         self.bar.update(self._task, completed=done_s, description=status, visible=True)
 
@@ -134,24 +130,24 @@ async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progr
     assert work is not None
 
     async def run(target: Target, fleet: OwnFleet | None) -> RunResult:
-        session = Session(plan, target, fleet, shown.show, shown.say)
+        session = Session(plan, target, fleet, shown.show, shown.report.text)
         on_signal(lambda: session.stop() or work.cancel())
         return await session.run()
 
     found = await _found(args, plan)
     if found is not None:
-        shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
+        shown.report.text(f"{plan.scenario.name}: against the fleet at {found.url}")
         return await run(found, None)
     sim = SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=args.seed)
     options = UpOptions(args.replicas or 3, args.endpoints or 4, args.mode or "lean", sim)
-    shown.say(
+    shown.report.text(
         f"{plan.scenario.name}: starts a fleet of its own, {options.replicas} replicas and "
         f"{options.endpoints} simulated model servers, mode {options.mode}"
     )
-    fleet = OwnFleet(plan.scenario, options, folder, shown.say)
+    fleet = OwnFleet(plan.scenario, options, folder, shown.report)
     try:
         target = await fleet.start()
-        shown.say(f"dashboard: {target.admins[0]}")
+        shown.report.text(f"dashboard: {target.admins[0]}")
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(fleet.watch())
             evidence = await run(target, fleet)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,16 +140,14 @@ _VALKEY_GRACE_S = 4.0
 class OwnFleet:
     """A local fleet for one run; start and stop it once. Files and logs of its processes are in `folder`."""
 
-    def __init__(
-        self, scenario: Scenario, options: UpOptions, folder: Path, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, scenario: Scenario, options: UpOptions, folder: Path, report: Report) -> None:
         self._scenario = scenario
         self._options = options
         self._folder = folder
-        self._report = Report(say)
+        self._report = report
         # The local fleet does not supervise this Valkey, as it would restart the Valkey after `stop_redis`.
         self._valkey = Valkey(folder)
-        self._valkeys = Supervisor(folder, self._report)
+        self._valkeys = Supervisor(folder, report)
         self._fleet: LocalFleet | None = None
 
     @property
@@ -187,7 +185,7 @@ class OwnFleet:
         await self._fleet.watch()
 
     async def stop(self) -> None:
-        """Stop the fleet. Stop the fleet; return once every child process has ended."""
+        """Stop the fleet; return once every child process has ended."""
         if self._fleet is not None:
             await self._fleet.stop()
         await self._valkeys.stop([self._valkey], _VALKEY_GRACE_S)

@@ -11,25 +11,21 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
+
+from rich.console import Console
 
 from picker_fleet.domain.errors import MissingExtra, PickerError, StartupError
 from picker_tools.local_fleet import die_with_parent
 
 
 class Report:
-    """Prints lines to stdout, and flushes each at once. With `say`, passes the lines to `say` instead."""
+    """Prints lines to `console` (default: stdout), and flushes each at once."""
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self._print = say or partial(print, flush=True)
-        self._console = None
-        if say is None and sys.stdout.isatty():
-            from rich.console import Console
-
-            self._console = Console(highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
 
     def ready(self, name: str, where: str) -> None:
         self._say("ready", "green", name, where)
@@ -39,17 +35,11 @@ class Report:
 
     def text(self, text: str) -> None:
         """Print `text` without markup or wrapping, so that users can copy it."""
-        if self._console is None:
-            self._print(text)
-        else:
-            self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def _say(self, word: str, colour: str, name: str, text: str) -> None:
-        if self._console is None:
-            self.text(f"{word:<6}{name:<12} {text}")
-        else:
-            self._console.print(f"[{colour}]{word:<6}[/]{name:<12} ", end="")
-            self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(f"{word:<6}", style=colour, end="")
+        self.text(f"{name:<12} {text}")
 
 
 async def together(*works: Coroutine[Any, Any, object]) -> None:
