@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.benefit.policies import RELEASE_S, Direct, Job, Policy, Pool, Queued
+from bench.fairness.measures import jain
 from bench.rig.simulated import Server, Timeline
-from picker_tools.audit.measures import jain
 from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.engine import Sequence as Generation
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from bench.fairness import measures
 from bench.fairness.scenarios import TOKENS, WEIGHTS, source_of
-from picker_tools.audit import measures
 from picker_tools.audit.log import Entry
 
 

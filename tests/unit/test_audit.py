@@ -11,9 +11,9 @@ import pytest
 from queue_simulator import QueueSimulator, Request
 from tables import cases
 
+from bench.fairness import measures
 from picker_fleet.cli import main
 from picker_fleet.domain.bands import NAMED
-from picker_tools.audit import measures
 from picker_tools.audit.auditor import Auditor, Report, audit
 from picker_tools.audit.log import Entry, EntryError
 from picker_tools.audit.replay import Rules

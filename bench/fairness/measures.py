@@ -1,7 +1,7 @@
 """Measures of fairness from a decision log: service gaps, shares, waits, inversions of bands. Pure.
 
-The fairness benchmark calls these functions. The measures use the auditor's replay to know which requests
-wait. `SourceOf` maps a request id to the source (a kind of client) that sent the request.
+The auditor's replay shows which requests wait. `SourceOf` maps a request id to the source (a kind of client)
+that sent the request.
 """
 
 from collections import Counter, defaultdict
