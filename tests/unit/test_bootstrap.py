@@ -323,15 +323,6 @@ def test_command_envoy_config_refuses_bad_arguments(arguments: list[str], comman
     assert arguments[1] in command(*arguments, status=2)[1]
 
 
-@pytest.mark.parametrize("arguments", [["envoy-config"], ["up"], ["load", "noisy-neighbour"]])
-def test_the_error_for_the_removed_mode_headers_names_its_replacement(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([*arguments, "--mode", "headers"])
-    assert "use http, which costs less" in capsys.readouterr().err
-
-
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

@@ -20,7 +20,7 @@ from picker_tools.load.result import RunResult, Sample
 from picker_tools.load.scenarios import ITL_MS, SCENARIOS, TTFT_MS, Plan
 from picker_tools.load.session import Session
 from picker_tools.local_fleet.local_fleet import UpOptions
-from picker_tools.local_fleet.parts import MODES, SimOptions, mode
+from picker_tools.local_fleet.parts import MODES, SimOptions
 from picker_tools.local_fleet.processes import Report, first_error, logs_folder, on_signal
 
 _LINE_EVERY_S = 2.0
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--own", action="store_true", help="start a fleet, even if one runs")
     add("--replicas", type=whole_number(1), metavar="N", help="of the fleet to start (default: 3)")
     add("--endpoints", type=whole_number(1), metavar="N", help="of the fleet to start (default: 4)")
-    add("--mode", type=mode, choices=MODES, help="of the fleet to start (default: lean)")
+    add("--mode", choices=MODES, help="of the fleet to start (default: lean)")
     add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
     about = "requests a second of all sources (default: by the fleet's capacity)"
     add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)

@@ -14,7 +14,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.units import split_host_port
 from picker_tools.arguments import whole_number
 from picker_tools.local_fleet.bootstrap import PickerTls, build_bootstrap, to_yaml
-from picker_tools.local_fleet.parts import MODES, mode
+from picker_tools.local_fleet.parts import MODES
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?")
 
@@ -22,7 +22,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([A-Za-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "how Envoy calls the pickers (default: %(default)s)"
-    add("--mode", type=mode, choices=MODES, default="lean", help=about)
+    add("--mode", choices=MODES, default="lean", help=about)
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
     about = "for clients of one of several pools; at --listen a request's host names its pool"

@@ -1,6 +1,5 @@
 """The parts of a local fleet except Envoy: the embedded Valkey, simulated model servers, and replicas."""
 
-import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,6 @@ from picker_tools.local_fleet.processes import READY_S, Child, picker_command, v
 # How Envoy calls the picker (docs/protocol.md).
 Mode = Literal["standard", "lean", "http"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-
-
-def mode(text: str) -> str:
-    """The argparse `type` of a mode; rejects the removed mode `headers`. `choices=MODES` checks the rest."""
-    if text == "headers":
-        raise argparse.ArgumentTypeError("mode headers was removed; use http, which costs less and does more")
-    return text
 
 
 def trusted_headers(settings: Settings) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from picker_fleet.domain import config
 from picker_fleet.domain.errors import ConfigError
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
-from picker_tools.local_fleet.parts import MODES, SimOptions, mode, trusted_headers
+from picker_tools.local_fleet.parts import MODES, SimOptions, trusted_headers
 from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
     add("--pools", type=_pools, metavar="NAME,…", help=about)
     about = "how Envoy calls the pickers (default: %(default)s)"
-    add("--mode", type=mode, choices=MODES, default="lean", help=about)
+    add("--mode", choices=MODES, default="lean", help=about)
     add("--redis", metavar="URL", help="use this Redis instead of an embedded Valkey")
     add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
     add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others: next ports")

@@ -38,8 +38,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-READ_TIMEOUT_S = 60.0  # timeout of reading a whole body
-WRITE_TIMEOUT_S = 60.0  # timeout of one write to a client that does not read
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -50,27 +48,20 @@ async def read_body(receive: Receive) -> bytes:
     """Read the whole body of the request.
 
     Raises:
-        ApiError: status 413 if the body exceeds `MAX_BODY_BYTES`, 408 if the body takes longer than
-        `READ_TIMEOUT_S`. ClientGone: the client disconnected first.
+        ApiError: status 413 if the body exceeds `MAX_BODY_BYTES`. ClientGone: the client disconnected first.
     """
     body = bytearray()
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("disconnected before its body was complete")
-                body += message["body"]
-                if len(body) > MAX_BODY_BYTES:
-                    raise ApiError(
-                        f"the body is larger than {MAX_BODY_BYTES} bytes",
-                        status=413,
-                        code="payload_too_large",
-                    )
-                if not message["more_body"]:
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError("the body did not arrive in time", status=408, code="request_timeout") from None
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("disconnected before its body was complete")
+        body += message["body"]
+        if len(body) > MAX_BODY_BYTES:
+            what = f"the body is larger than {MAX_BODY_BYTES} bytes"
+            raise ApiError(what, status=413, code="payload_too_large")
+        more = message["more_body"]
+    return bytes(body)
 
 
 async def watch(receive: Receive) -> None:
@@ -85,7 +76,7 @@ async def watch(receive: Receive) -> None:
 
 
 class Reply:
-    """Sends the HTTP response to one request. A write longer than `WRITE_TIMEOUT_S` raises TimeoutError."""
+    """Sends the HTTP response to one request."""
 
     def __init__(self, send: Send, *, served_by: bytes) -> None:
         self._send = send
@@ -95,18 +86,14 @@ class Reply:
     async def start(self, status: int, media: bytes, *extra: tuple[bytes, bytes]) -> None:
         headers = [(b"content-type", media), (b"x-served-by", self._served_by), *extra]
         self.started = True
-        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def body(self, part: bytes, *, more: bool) -> None:
-        await self._write({"type": "http.response.body", "body": part, "more_body": more})
+        await self._send({"type": "http.response.body", "body": part, "more_body": more})
 
     async def whole(self, status: int, media: bytes, body: bytes, *extra: tuple[bytes, bytes]) -> None:
         await self.start(status, media, (b"content-length", str(len(body)).encode()), *extra)
         await self.body(body, more=False)
-
-    async def _write(self, message: MutableMapping[str, Any]) -> None:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await self._send(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +228,7 @@ class ModelServer:
             await self._route(scope, receive, reply)
         except ApiError as error:
             # Close the connection: the unread rest of the body must not be parsed as the next request.
-            unread = error.status in (408, 413)
-            extra = ((b"connection", b"close"),) if unread else ()
+            extra = ((b"connection", b"close"),) if error.status == 413 else ()
             await reply.whole(error.status, JSON, error.body, *extra)
         except ClientGone:
             pass
