@@ -10,7 +10,8 @@
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
 --   answered well; client_gone; upstream_failed), its real cost ('' unknown; below 0: at least), its answer's tokens
 --   ('' unknown), the size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer),
---   its usage ('PROMPT,CACHED,ANSWER' tokens, ',,ANSWER' at least as many, '' unknown)
+--   its usage ('' unknown; else three doubles: tokens of prompt and of prompt from a cache, both -1 if unknown, tokens
+--   of answer, then at least as many; `store.PACKED_USAGE`)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'
@@ -79,8 +80,7 @@ local function settle(args)
       end
     end
     if settings.tenants and used ~= '' then
-      local prompt, cached, answer = string.match(used, '^(%d*),(%d*),(%d+)$')
-      if answer then quotas.used(r, tonumber(prompt), tonumber(cached), tonumber(answer)) end
+      quotas.used(r, struct.unpack('<ddd', used))
     end
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end

@@ -61,14 +61,14 @@ do
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = bands.clamp_cost(r.cost)
     if settings.fairness == FAIRNESS_NONE then return cost end
-    local weight = settings.tenants and tenants.weight(r.flow) or settings.weights[r.flow] or r.weight
-    return cost / clamp(weight, LEAST_WEIGHT, MOST_WEIGHT)
+    local weight = settings.tenants and tenants.weight(r.flow)
+    return cost / (weight or clamp(settings.weights[r.flow] or r.weight, LEAST_WEIGHT, MOST_WEIGHT))
   end
 
   -- Return the share by which serving request r raises the tag of inner node `node`.
   local function share_of_node(node, r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
-    return bands.clamp_cost(r.cost) / clamp(tenants.weight(node) or 1, LEAST_WEIGHT, MOST_WEIGHT)
+    return bands.clamp_cost(r.cost) / (tenants.weight(node) or 1)
   end
 
   local function parent_of(member) return settings.tenants and tenants.parent(member) or '' end
@@ -299,23 +299,27 @@ do
     if lengths[requests] == 0 then empty(band, flow_queue) end
   end
 
-  -- Charge request r, which leaves `flow_queue`, to the inner nodes above. A turn moves the virtual times.
-  local function charge_ancestors(r, flow_queue, is_turn)
-    local band, parent = r.band, parent_of(flow_queue)
+  -- The inner nodes that the last turn came through, from the top, and their start tags.
+  local turn_nodes, turn_tags, turn_depth = {}, {}, 0
+  -- Charge request r, which leaves `flow_queue`, to the inner nodes above. A turn moves the virtual times. `emptied`: r
+  -- was the last request of the flow queue.
+  local function charge_ancestors(r, flow_queue, is_turn, emptied)
+    local band, parent, depth = r.band, parent_of(flow_queue), turn_depth
     while parent ~= '' do
       local above = parent_of(parent)
-      local members = order_of(band, above)
-      local first, tag = read_ahead.first_scored(members)
+      local members, first, tag = order_of(band, above), turn_nodes[depth], turn_tags[depth]
+      if not is_turn then first, tag = read_ahead.first_scored(members) end
       if first ~= parent then tag = tonumber(read('ZSCORE', members, parent)) end
       if not tag then return end
       if is_turn then advance(band, above, tag) end
       tag = tag + share_of_node(parent, r)
-      if read_ahead.first_scored(key.children[band][parent]) then
-        read_ahead.set_score(members, parent, tag)
-      else
+      emptied = emptied and not read_ahead.first_scored(key.children[band][parent])
+      if emptied then
         deactivate(band, parent, tag)
+      else
+        read_ahead.set_score(members, parent, tag)
       end
-      parent = above
+      parent, depth = above, depth - 1
     end
   end
 
@@ -331,7 +335,7 @@ do
     else
       read_ahead.set_score(order_of(band, parent), flow_queue, tag + share)
     end
-    if parent ~= '' then charge_ancestors(r, flow_queue, turn_of) end
+    if parent ~= '' then charge_ancestors(r, flow_queue, turn_of, emptied) end
     if settings.band_policy == BAND_POLICY_WEIGHTED then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
       queue.charge_band(r, r.cost)
@@ -406,9 +410,11 @@ do
   -- The start tag of a member that is in order, else false.
   function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
 
-  -- With tenants, whether request r may start before all waiting requests: all of them are throttled, but neither r's
-  -- own flow queue nor an inner node above it is.
+  -- With tenants, whether request r may start before all waiting requests: it fits, and all of them are throttled, but
+  -- neither r's own flow queue nor an inner node above it is.
   function queue.may_overtake(r)
+    local take = pool.stock_for(r.cost, pool.upper)
+    if take > 0 and pool.stock + take > pool.upper then return false end
     for _, band in ipairs(BANDS) do
       if pool[QUEUED[band]] > 0 and read_ahead.first_scored(key.flows[band]) then return false end
     end
@@ -526,8 +532,11 @@ do
   local function first_flow_queue(band)
     local members = key.flows[band]
     local member, tag = read_ahead.first_scored(members)
+    turn_depth = 0
     for _ = 1, STRAYS do
       if not (member and tenants.is_inner(member)) then return member, tag end
+      turn_depth = turn_depth + 1
+      turn_nodes[turn_depth], turn_tags[turn_depth] = member, tag
       local children = key.children[band][member]
       local child, tag_of_child = read_ahead.first_scored(children)
       if child then
@@ -535,7 +544,7 @@ do
       else
         strays = strays + 1 -- the inner node is empty
         read_ahead.set_score(members, member)
-        members = key.flows[band]
+        members, turn_depth = key.flows[band], 0
         member, tag = read_ahead.first_scored(members)
       end
     end

@@ -20,18 +20,18 @@ do -- a chunk may have 200 locals
   local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
   local function want(found, count)
     found.read_in = calls
+    local at_ms = now_us / 1000
     for i = 1, #found do
       local balances = found[i].balances
       if balances.read_in ~= calls then
         balances.read_in = calls
         for j = 1, #balances do
           local limit = balances[j]
-          local owed = limit.stored
-          if owed and not (limit.ends_ms and now_ms >= limit.ends_ms) then
-            if limit.rate then
-              owed = owed - (now_us / 1000 - limit.stored_ms) * limit.rate
-              if owed < 0 then owed = 0 end
-            end
+          local owed, rate = limit.stored, limit.rate
+          if owed and rate then
+            owed = owed - (at_ms - limit.stored_ms) * rate
+            limit.owed = owed > 0 and owed or 0
+          elseif owed and not (limit.ends_ms and now_ms >= limit.ends_ms) then
             limit.owed = owed
           else
             count = count + 1
@@ -140,7 +140,8 @@ do -- a chunk may have 200 locals
       local amount = sign * amounts[limit.unit]
       if amount ~= 0 then
         local owed = limit.owed + amount
-        limit.owed = owed > 0 and owed or 0
+        if owed < 0 then owed = 0 end
+        limit.owed = owed
         if limit.changed_in ~= calls then
           limit.changed_in, changed_count = calls, changed_count + 1
           changed[changed_count] = limit
@@ -333,34 +334,37 @@ do -- a chunk may have 200 locals
     starting = nil
   end
 
-  -- Correct the charge of a request by its usage; with only an `answer`, raise the charge to at least that many tokens
-  -- of answer. Later, the request's end finds nothing to refund.
-  local corrected, excess = nil, {} -- the request whose charge was corrected last; its usage beyond its charge
+  -- Note the usage of a request that `ended` ends next in this call. A negative `prompt`: the answer has at least
+  -- `answer` tokens, and more is not known.
+  local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; what its end adds
   function quotas.used(r, prompt, cached, answer)
-    local found = nodes_of(r)
-    if not found or not (prompt and cached) and answer <= r.charged_answer then return end
-    if not (prompt and cached) then prompt, cached = r.charged_prompt, 0 end
-    local charged, cost = amounts_of(r), prompt + answer
-    excess.tokens, excess.prompt_tokens = cost - charged.tokens, prompt - charged.prompt_tokens
-    excess.answer_tokens = answer - charged.answer_tokens
-    if settings.tenants.prices then cost = cost_of(r, prompt, cached, answer) end
-    excess.budget = cost - charged.budget
-    add(tenants.charges(found, r).used, excess, 1)
-    r.charged_prompt, r.charged_answer, corrected, weighed = prompt, answer, r, nil
+    if not nodes_of(r) or prompt < 0 and answer <= r.charged_answer then return end
+    local former_prompt, former_answer = r.charged_prompt, r.charged_answer
+    if prompt < 0 then prompt, cached = former_prompt, 0 end
+    local cost, former_cost = prompt + answer, former_prompt + former_answer
+    change.tokens = cost - former_cost
+    change.prompt_tokens, change.answer_tokens = prompt - former_prompt, answer - former_answer
+    if settings.tenants.prices then
+      cost, former_cost = cost_of(r, prompt, cached, answer), cost_of(r, former_prompt, 0, former_answer)
+    end
+    change.budget, corrected = cost - former_cost, r
     if settings.log_max > 0 then
       log_event('used', r, nil, nil, string.format('%.17g %.17g %.17g %.17g', prompt, cached, answer, cost))
     end
   end
 
-  -- End the charge of a request; refund the charge if the request ended `unserved`, unless its usage is known.
+  -- End the charge of a request: correct the charge by its usage; without usage, refund the charge of a request that
+  -- ended `unserved`.
   function quotas.ended(r, unserved)
     local found = nodes_of(r)
     if not found then return end
     local limits = tenants.charges(found, r)
-    if unserved and corrected ~= r and r.charged ~= '' then
+    if corrected == r then
+      add(limits.charged, change, 1)
+    elseif unserved and r.charged ~= '' then
       charge(r, limits.charged, -1, 'all')
     else
-      add(limits.running, taken, -1)
+      add(limits.running, change, 1)
     end
     -- Nodes may have waited for the balance of this request.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and limits.uncharged or {}
@@ -398,25 +402,38 @@ do -- a chunk may have 200 locals
     end
   end
 
+  -- Of `limits` return the one with the least fraction left, its units left, and the ms until it is full.
+  local function least_left(limits)
+    local most = limits[1]
+    for i = 2, #limits do
+      local limit = limits[i]
+      if limit.owed / limit.burst > most.owed / most.burst then most = limit end
+    end
+    local owed, burst = most.owed, most.burst
+    -- The format %d rounds down: the time up to a whole ms.
+    return most, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
+  end
+
   -- The balances that an answer's headers show: for requests and for tokens the limit with the least fraction left, and
   -- whether the request was demoted. A text that begins with byte 31; '' without limits.
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
     local found, text = nodes_of(r), ''
     if not found then r.tenancy = 0 end -- no limit can charge a placed request: its record needs no estimate
-    local shown = found and found.shown or {}
-    for i = 1, #shown do
-      local limits = shown[i]
-      local most = limits[1]
-      for j = 2, #limits do
-        local limit = limits[j]
-        if limit.owed / limit.burst > most.owed / most.burst then most = limit end
+    local lists = found and found.shown
+    if lists and lists[1] then
+      local limit, left, reset_ms = least_left(lists[1])
+      if lists[2] then
+        local other, other_left, other_reset_ms = least_left(lists[2])
+        local format = limit.shown_with[other]
+        if not format then
+          format = limit.shown_as .. ';' .. string.sub(other.shown_as, 2)
+          limit.shown_with[other] = format
+        end
+        text = string.format(format, left, reset_ms, other_left, other_reset_ms)
+      else
+        text = string.format(limit.shown_as, left, reset_ms)
       end
-      local owed, burst = most.owed, most.burst
-      local left = burst > owed and burst - owed + RESIDUE or 0
-      -- %d rounds down: the time up to a whole ms.
-      local numbers = string.format(',%d,%d', left, owed / most.rate + 1 - RESIDUE)
-      text = text .. (i == 1 and '\31' or ';') .. most.shown_as .. numbers
     end
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
     return text

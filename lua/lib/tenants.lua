@@ -6,7 +6,7 @@
 
 local tenants = {INNER = '\30'} -- the last byte of an inner node's name in orders; no flow has it
 do -- a chunk may have 200 locals
-  local INNER, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 8, 4096
+  local INNER, INNER_BYTE, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 30, 8, 4096
   local separator -- of the cached paths
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
@@ -37,7 +37,7 @@ do -- a chunk may have 200 locals
     return found
   end
 
-  function tenants.is_inner(member) return string.sub(member, -1) == INNER end
+  function tenants.is_inner(member) return string.byte(member, -1) == INNER_BYTE end
 
   local function find_parent(member)
     local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
@@ -65,7 +65,8 @@ do -- a chunk may have 200 locals
     node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
     local function add(limit, kind)
       limit.field, limit.node, limit.code = joined(path, kind), node, #tenants.paths(path) .. kind .. ','
-      limit.shown_as = (limit.unit == 'requests' and 'requests=' or 'tokens=') .. string.format('%d', limit.burst)
+      local shown_unit = limit.unit == 'requests' and 'requests' or 'tokens'
+      limit.shown_as, limit.shown_with = string.format('\31%s=%d,%%d,%%d', shown_unit, limit.burst), {} -- formats
       node.limits[#node.limits + 1], node.balances[#node.balances + 1] = limit, limit
     end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
@@ -112,13 +113,13 @@ do -- a chunk may have 200 locals
   local function add(list, it) list[#list + 1] = it end
 
   -- Return the limits that request r's nodes (`found`) have, in lists: `charged` and `uncharged`, by whether they have
-  -- charged r; of the charged ones `used`, which usage corrects, and `running`, on requests in flight. Further lists
+  -- charged r; of the charged ones `running`, on requests in flight. Further lists
   -- have the limits that a step of r changes, and r's `charged` after the step: `arrive`, `start`, `sent_back` (to the
   -- queue), `bound` (r runs, and a node has got a limit on requests in flight). No node that demotes charges a demoted
   -- request.
   local function find_charges(found, r)
     local charged = r.charged
-    local lists = {charged = {after = ''}, uncharged = {}, used = {}, running = {}, arrive = {after = charged},
+    local lists = {charged = {after = ''}, uncharged = {}, running = {}, arrive = {after = charged},
       start = {after = charged}, sent_back = {}, bound = {after = charged}}
     local function charge(list, limit)
       add(list, limit)
@@ -130,11 +131,7 @@ do -- a chunk may have 200 locals
       for _, limit in ipairs(node.limits) do
         if string.find(charged, limit.code, 1, true) then
           add(lists.charged, limit)
-          if limit.unit == 'parallel' then
-            add(lists.running, limit)
-          elseif limit.unit ~= 'requests' then
-            add(lists.used, limit)
-          end
+          if limit.unit == 'parallel' then add(lists.running, limit) end
           if waits then
             add(lists.sent_back, limit)
             returned[limit.code] = ''
@@ -185,12 +182,13 @@ do -- a chunk may have 200 locals
     tenants.counting = setmetatable({}, FIND)
   end
 
-  -- The weight of a member; nil if no node's settings give one.
+  -- The weight of a member, within bounds; nil if no node's settings give one.
   function tenants.weight(member)
     local weight = weights[member]
     if weight == nil then
       local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
-      weight = tenants.node(path).weight or false
+      local found = tenants.node(path).weight
+      weight = found and bands.clamp(found, LEAST_WEIGHT, MOST_WEIGHT) or false
       weights[member] = weight
     end
     return weight or nil

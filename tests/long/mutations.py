@@ -121,7 +121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",
-        "      if prompt then quotas.used(", "      if false then quotas.used(", _TENANTS,
+        "    if settings.tenants and used ~= '' then", "    if false then", _TENANTS,
     ),
     Mutation(
         "an outage charges a tenant's request twice", "app/picker_fleet/admission/quotas.py",

@@ -15,6 +15,7 @@ from pool_model import CHUNK, PoolModel, Reply, first, placed
 from picker_fleet.admission.fair_queue import QueueFull
 from picker_fleet.admission.quotas import Usage
 from picker_fleet.state.connection import smoothed
+from picker_fleet.state.store import PACKED_USAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class QueueModel(PoolModel):
 
     @of_each
     def settle(
-        self, id: str, outcome: str, actual: float | None, answer_tokens: int | None, usage: str = ""
+        self, id: str, outcome: str, actual: float | None, answer_tokens: int | None, usage: bytes = b""
     ) -> str:
         r = self.requests.get(id)
         if r is None:
@@ -113,7 +114,7 @@ class QueueModel(PoolModel):
         if answer_tokens is not None:
             self._learn({(r.flow, r.model), (r.model, r.model)}, answer_tokens)
         if usage and self.has_tenants:
-            self.quotas.use(r.id, Usage(*map(int, usage.split(","))))
+            self.quotas.use(r.id, Usage(*map(int, PACKED_USAGE.unpack(usage))))
         self._finish(r, outcome)
         return f"settled {r.model}"
 

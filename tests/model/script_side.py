@@ -194,17 +194,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "settle":
         # no prompt sizes, since the model does not estimate prompts
         rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)
-    if name in (
-        "place",
-        "prefilled",
-        "acknowledge",
-        "settle",
-        "cancel",
-        "renew",
-        "evict",
-        "mark_endpoint",
-        "report_fault",
-    ):
+    if rest and isinstance(rest[0], list):  # the items of a batch
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]

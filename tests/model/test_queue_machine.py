@@ -29,6 +29,7 @@ from shared_queue import named_bands
 from side_by_side import SideBySide
 
 from picker_fleet.domain.bands import LEAST_PRIORITY, MOST_PRIORITY
+from picker_fleet.state.store import PACKED_USAGE
 from picker_tools.audit.auditor import audit
 
 Fields = dict[str, Any]
@@ -157,7 +158,7 @@ nodes = st.one_of(
         optional={name: st.sampled_from(NODE[name]) for name in NODE if name != "weight"},
     ),
 )
-usages = st.sampled_from(["", "3,1,2", "14,0,9", "0,0,0"])
+usages = st.sampled_from([b"", *(PACKED_USAGE.pack(*each) for each in ((3, 1, 2), (14, 0, 9), (0, 0, 0)))])
 addresses = st.sampled_from((*ENDPOINTS, "p1", "away"))
 splits = st.sampled_from([*["*"] * 4, "", "p1", "p1=0.5,e3=0.6", "e3", "away"])
 callers = st.sampled_from(CALLERS)
@@ -374,7 +375,7 @@ class QueueMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def complete(
         self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None,
-        usage: str,
+        usage: bytes,
     ) -> None:  # fmt: skip
         real = None if actual is None else self.unit * actual
         running = self.those(numbers, "placed", "granted")

@@ -7,6 +7,7 @@ import pytest
 from by_hand import Pool, many
 from script_side import ScriptSide
 
+from picker_fleet.state.store import PACKED_USAGE
 from picker_tools.audit.auditor import audit
 
 ROOMY: dict[str, Any] = {"upper_per": 100, "lower_per": 100}
@@ -23,8 +24,8 @@ def limit(unit: str, amount: int, per_ms: int = 1000, burst: int | None = None) 
     return {"unit": unit, "amount": amount, "per_ms": per_ms, "burst": amount if burst is None else burst}
 
 
-def use(pool: Pool, name: str, usage: str, outcome: str = "completed") -> None:
-    pool.call("settle", [(name, outcome, None, None, usage)])
+def use(pool: Pool, name: str, usage: tuple[int, ...], outcome: str = "completed") -> None:
+    pool.call("settle", [(name, outcome, None, None, PACKED_USAGE.pack(*usage) if usage else b"")])
 
 
 def test_tenants_share_first_then_their_teams(side: ScriptSide) -> None:
@@ -67,11 +68,11 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
 
     assert taken() == {"a": 45, "a/used": 15, "a/failed": 15, "a/paid": 15}
     assert pool.admit(arrival.format(name="more")) == ["refused over-limit 1\x1fparallel 0 a"]
-    use(pool, "used", "20,10,8")
-    use(pool, "used", "20,10,8")  # a repeated end
-    use(pool, "failed", "", "upstream_failed")
+    use(pool, "used", (20, 10, 8))
+    use(pool, "used", (20, 10, 8))  # a repeated end
+    use(pool, "failed", (), "upstream_failed")
     assert taken() == {"a": 43, "a/used": 28, "a/failed": 0, "a/paid": 15}
-    use(pool, "paid", "30,0,0", "upstream_failed")  # the client gets the usage of a failed answer, too
+    use(pool, "paid", (30, 0, 0), "upstream_failed")  # the client gets the usage of a failed answer, too
     assert taken() == {"a": 58, "a/used": 28, "a/failed": 0, "a/paid": 30}
     assert pool.admit(arrival.format(name="more")) == ["refused over-limit 13\x1ftokens 60000 a"]
     assert pool.admit("huge flow=a/huge prompt_tokens=61") == ["refused over-burst 0\x1ftokens 60000 a"]
@@ -120,7 +121,7 @@ def test_released_balance_starts_the_next_request_at_once(side: ScriptSide, how:
     if how == "left":
         pool.cancel("big")
     else:
-        use(pool, "one", *[("5,0,0",), ("", "upstream_failed")][how == "unserved"])
+        use(pool, "one", *[((5, 0, 0),), ((), "upstream_failed")][how == "unserved"])
     assert pool.granted == [granted]
 
 

@@ -10,6 +10,7 @@ from direct_calls import ClockedPool, arrival
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.queue_order import predicted_order
+from picker_fleet.state.store import PACKED_USAGE
 
 A = addresses(1)[0]
 TREE = {"separator": "/"}
@@ -41,9 +42,10 @@ class TenantPool(ClockedPool):
         text = bytes(reply[4]).decode()
         return text if text.startswith("refused") else text.split(" ")[0]
 
-    def end(self, request_id: str, outcome: str = "completed", usage: str = "") -> list[str]:
+    def end(self, request_id: str, outcome: str = "completed", usage: tuple[int, ...] = ()) -> list[str]:
         """End a request; return the ids that this call has placed."""
-        reply = self.call("settle", "a", request_id, outcome, "", "", "", usage)
+        packed = PACKED_USAGE.pack(*usage) if usage else ""
+        reply = self.call("settle", "a", request_id, outcome, "", "", "", packed)
         lines = [bytes(line).decode() for line in reply[1]]
         return [line.rpartition(" ")[2] for line in lines if line.startswith("placed")]
 
@@ -136,9 +138,9 @@ def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantP
     refused = it.ask("acme/a", prompt_tokens=30)
     assert refused.startswith("refused over-limit")
     assert refused.endswith("\x1fbudget day acme")
-    it.end("r1", usage="40,20,10")  # 20 + 10 + 20 units
+    it.end("r1", usage=(40, 20, 10))  # 20 + 10 + 20 units
     assert it.ask("acme/a", prompt_tokens=30) == "placed"
-    it.end("r3", usage=",,5")  # a stream without usage has at least 5 tokens
+    it.end("r3", usage=(-1, -1, 5))  # a stream without usage has at least 5 tokens
     assert it.ask("acme/a", prompt_tokens=10) == "placed"
     assert it.ask("acme/a", prompt_tokens=1).startswith("refused over-limit")
     # The sweep keeps a budget's spent amount until its period ends, even while the node has no budget.

@@ -54,16 +54,15 @@ def _tokens(completion: Completion) -> tuple[int | None, int | None]:
     return completion.prompt_tokens, answer
 
 
-def _usage(completion: Completion) -> str:
-    """The tokens of prompt, prompt from a cache, and answer, as the script `settle` reads them; '' if
-    unknown."""
+def _usage(completion: Completion) -> tuple[int, int, int] | None:
+    """The tokens of prompt, cached prompt, and answer, as `Store.settle` takes them; None if unknown."""
     prompt, answer = _tokens(completion)
     if prompt is not None and answer is not None:
-        return f"{prompt},{min(completion.cached_tokens or 0, prompt)},{answer}"
+        return prompt, min(completion.cached_tokens or 0, prompt), answer
     if 400 <= completion.status < 500:
-        return "0,0,0"  # the engine refused the request
+        return 0, 0, 0  # the engine refused the request
     least = max(answer or 0, _least_answer(completion))
-    return f",,{least}" if least else ""
+    return (-1, -1, least) if least else None
 
 
 class Reports:
@@ -155,7 +154,7 @@ class Reports:
             actual,
             answer_tokens,
             prompt_size,
-            usage=_usage(completion) if self._has_tenants else "",
+            usage=_usage(completion) if self._has_tenants else None,
             answered=completion.answered,
             urgent=self._are_places_awaited(),
         )

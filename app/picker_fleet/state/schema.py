@@ -67,8 +67,8 @@ PREFILL = "prefill="
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither is
 # set, both are absent. While another endpoint computes the prompt of a placed request, its record ends in one
-# more text, the prefill endpoints, best first. If tenants charged the request, or it has waited, all parts
-# are present, and RECORD_CHARGE follows (lua/lib/quotas.lua); else `tenancy` is 0.
+# more text, the prefill endpoints, best first. If tenants charged the request, or it has waited, its state's
+# number is 4 more, and it has all parts, then RECORD_CHARGE (lua/lib/quotas.lua); else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
@@ -82,6 +82,7 @@ RECORD_CHARGE = {
 MOST_BYTES = 2**32 - 1  # the largest value of format "I"
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
+CHARGED_LAYOUT = RUNNING_LAYOUT + "".join(RECORD_BYTES.values()) + "Bs" + "".join(RECORD_CHARGE.values())
 # Counters of the pool, packed as doubles. Add new counters at the end: that needs no new FORMAT.
 COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
@@ -152,19 +153,23 @@ def _functions() -> Iterator[str]:
     yield f"local function unpack_arrival(r, text)\n{_commas(arrival)} ="
     yield f"    struct.unpack('{packed}', text)\nend"
     record = [f"r.{name}" for name in RECORD]
-    layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
+    layouts = [WAITING_LAYOUT] * WAITING_STATES + [RUNNING_LAYOUT] * 2 + [CHARGED_LAYOUT] * len(STATES)
     bytes, bytes_layout = ", ".join(f"r.{name}" for name in RECORD_BYTES), "".join(RECORD_BYTES.values())
-    charge, charge_layout = [f"r.{name}" for name in RECORD_CHARGE], "".join(RECORD_CHARGE.values())
-    numbered = [f"{state} = {number}" for number, state in enumerate(STATES, 1)]
+    charge = [f"r.{name}" for name in RECORD_CHARGE]
     yield "local unpack_record, pack_record\ndo -- a chunk may have 200 locals"
-    yield f"local STATE_NAMES = {_list([_quoted(state) for state in STATES])}"
-    yield f"local STATE_NUMBERS = {_list(numbered)}"
+    yield f"local STATE_NAMES = {_list([_quoted(state) for state in (*STATES, *STATES)])}"
+    yield f"local STATE_NUMBERS = {_list([f'{state} = {n}' for n, state in enumerate(STATES, 1)])}"
     yield f"local RECORD_LAYOUTS = {_list([_quoted(layout) for layout in layouts])}"
     yield f"""function unpack_record(r, text)
   local number = string.byte(text)
-  local layout = RECORD_LAYOUTS[number]
+  local layout, rest, any_endpoint, _ = RECORD_LAYOUTS[number]
   r.state = STATE_NAMES[number]
-  local rest
+  if number > {len(STATES)} then
+{_commas(["_", *record, bytes, "any_endpoint", "r.prefillers", *charge])} =
+    struct.unpack(layout, text)
+    r.any_endpoint = any_endpoint == 1
+    return
+  end
 {_commas(["number", *record, "rest"])} =
     struct.unpack(layout, text)
   if number <= {WAITING_STATES} then rest, r.endpoints, r.taken, r.tag = r.endpoints, '', 0, -1 end
@@ -172,34 +177,28 @@ def _functions() -> Iterator[str]:
   if rest > #text then
     r.bytes, r.any_endpoint = 0, false
   elseif number == {len(STATES)} then
-    r.bytes, r.any_endpoint, r.prefillers, rest = 0, false, struct.unpack('s', text, rest)
+    r.bytes, r.any_endpoint, r.prefillers = 0, false, struct.unpack('s', text, rest)
   else
     {bytes}, rest = struct.unpack('{bytes_layout}', text, rest)
-    r.any_endpoint = number <= {WAITING_STATES} and string.byte(text, rest) == 1
-    if number <= {WAITING_STATES} then rest = rest + 1 end
-  end
-  if rest < #text then
-{_commas(charge)} = struct.unpack('{charge_layout}', text, rest)
+    r.any_endpoint = string.byte(text, rest) == 1
   end
 end
 function pack_record(r)
   local number = STATE_NUMBERS[r.state]
+  local is_placed, any_endpoint = number == {len(STATES)}, number <= {WAITING_STATES} and r.any_endpoint
+  if r.tenancy > 0 then
+    number = number + {len(STATES)}
+    return struct.pack(RECORD_LAYOUTS[number], number,
+{_commas(record)},
+    is_placed and 0 or r.bytes, r.bytes_epoch or 0, any_endpoint and 1 or 0, is_placed and r.prefillers or '',
+{_commas(charge)})
+  end
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
-  local is_charged = r.tenancy > 0
-  if number == {len(STATES)} then
-    if r.prefillers == '' and not is_charged then return text end
-    text = text .. struct.pack('s', r.prefillers)
-  else
-    if r.bytes == 0 and not r.any_endpoint and not is_charged then return text end
-    text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
-    if number <= {WAITING_STATES} and (r.any_endpoint or is_charged) then
-      text = text .. (r.any_endpoint and '\\1' or '\\0')
-    end
-  end
-  if not is_charged then return text end
-  return text .. struct.pack('{charge_layout}',
-{_commas(charge)})
+  if is_placed then return r.prefillers == '' and text or text .. struct.pack('s', r.prefillers) end
+  if r.bytes == 0 and not any_endpoint then return text end
+  text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
+  return any_endpoint and text .. '\\1' or text
 end
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])

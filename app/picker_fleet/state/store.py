@@ -59,6 +59,7 @@ from picker_fleet.state.replies import (
 from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
+PACKED_USAGE = struct.Struct("<3d")  # the argument `usage` of the script `settle`
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # like `completed`; also: the request's endpoint is healthy
 _ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
@@ -224,7 +225,7 @@ class Store:
         answer_tokens: int | None = None,
         prompt_size: int | None = None,
         *,
-        usage: str = "",
+        usage: tuple[int, int, int] | None = None,
         answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[SettleReply]:
@@ -233,13 +234,14 @@ class Store:
         `actual` is the request's real cost, in the unit of its charge; below 0: at least -actual. The
         answer's length, `answer_tokens`, and the size of the prompt's text, `prompt_size`, improve later
         estimates; give the size only if `actual` is the tokens of that text and of the answer. None: unknown.
-        `usage` corrects the charges of the request's tenants; it is `PROMPT,CACHED,ANSWER` in tokens,
-        `,,ANSWER` if at least so many, '' if unknown.
+        `usage` corrects the charges of the request's tenants: the tokens of prompt, prompt from a cache, and
+        answer; (-1, -1, N) if the answer has at least N tokens, None if unknown.
         `answered`: the answer shows that the endpoint is healthy. `urgent`: send the call at once, since
         another request may wait for the freed capacity.
         """
         known = ("" if each is None else each for each in (actual, answer_tokens, prompt_size))
-        args = (request_id, _ANSWERED if answered else outcome.value, *known, usage)
+        packed = PACKED_USAGE.pack(*usage) if usage else ""
+        args = (request_id, _ANSWERED if answered else outcome.value, *known, packed)
         return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
 
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
