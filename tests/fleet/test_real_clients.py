@@ -35,12 +35,13 @@ CONFIG: dict[str, Any] = {
 
 class RecordingServer:
     """A model server that keeps the `last` request and counts requests in `served`. The server sends
-    `answer`, of content type `kind`, and header lines. After an upgrade the server echoes all bytes."""
+    `answer`, of content type `kind`, and header lines; in pieces of `piece` bytes if set. After an
+    upgrade the server echoes all bytes."""
 
     def __init__(self) -> None:
         self.last: Received
         self.served = 0
-        self.answer, self.kind, self.headers = COMPLETION, JSON, ""
+        self.answer, self.kind, self.headers, self.piece = COMPLETION, JSON, "", 0
 
     async def serve(self, request: Received, ends: Ends) -> bool:
         reader, writer = ends
@@ -55,7 +56,10 @@ class RecordingServer:
                 writer.write(data)
             return False
         whole = http_answer(self.answer, kind=self.kind, headers=self.headers)
-        writer.write(whole.removesuffix(self.answer) if request.method == "HEAD" else whole)
+        whole = whole.removesuffix(self.answer) if request.method == "HEAD" else whole
+        for at in range(0, len(whole), self.piece or len(whole)):
+            writer.write(whole[at : at + (self.piece or len(whole))])
+            await asyncio.sleep(0.001)
         return True
 
 
@@ -260,10 +264,18 @@ async def test_a_body_with_trailers_reaches_its_model_server_once(
 
 CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
 INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # a tool call's input, not the answer's usage
+ECHOED = {
+    "instructions": '": 1, "usage": {"input_tokens": 1}} \\',
+    "tools": [INPUT],
+    "metadata": {"usage": "1"},
+}
+RESPONSE = {**ECHOED, "id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 9}}
 ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
     "embeddings": (JSON, [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
     "rerank": (JSON, [{"results": [], "usage": {"total_tokens": 7}}], (7, 0)),
+    "Responses": (JSON, [RESPONSE], (7, 9)),
+    "Responses, streamed": (EVENTS, [{"response": ECHOED}, {"delta": INPUT}, {"response": RESPONSE}], (7, 9)),
     "Anthropic": (JSON, [{"content": [{"input": INPUT}], "usage": {**CLAUDE, "output_tokens": 9}}], (900, 9)),
     "Anthropic, streamed": (
         EVENTS,
@@ -310,7 +322,7 @@ def answering(behind: Behind) -> Iterator[Callable[[str], bytes]]:
         return behind.server.answer
 
     yield answer
-    behind.server.answer, behind.server.kind = COMPLETION, JSON
+    behind.server.answer, behind.server.kind, behind.server.piece = COMPLETION, JSON, 0
 
 
 async def test_the_tokens_of_each_apis_answer_are_counted(
@@ -323,13 +335,39 @@ async def test_the_tokens_of_each_apis_answer_are_counted(
 
     async with here.client() as client:
         for name in ANSWERS:
-            sent = answering(name)
+            sent, behind.server.piece = answering(name), 9
             answer = await client.post("/v1/messages", json={"model": name, "messages": []})
             assert answer.content == sent
     await here.eventually(page, all_have_ended)
     after = await fresh(page)
     for name, (_, _, tokens) in ANSWERS.items():
         assert tuple(total(after, each, model=name) for each in TOKENS) == tokens, name
+
+
+USAGES = (
+    b'1 null "x" [1] {1} {"prompt_tokens":{"a":[1]}} {"prompt_tokens":-1} {"prompt_tokens":1e999}'.split()
+)
+NASTY = [
+    *(b"", b" ", b"\0", b"\xef\xbb\xbf{}", *b'1 null true "x" [1] [] {} } " {{ {"usage"'.split()),
+    *(b'{"usage":%s,"usage":{"prompt_tokens":%s}}' % (each, b"9" * 999) for each in USAGES),
+    *(b'{"%s":1,"id":"%s","error":[1]}' % (each, each) for each in (b"k" * 9999, b"\xff\xfe", b'\\"', b"\\")),
+    *(each * 99_999 for each in (b"\n", *b'[ { {"a": " {"error": {"usage":{ \\ \\" []'.split())),
+    b"[" * 99_999 + b"]" * 99_999,
+    b'{"data":"' + b"x" * 33_000_000 + b'"}',
+]
+
+
+async def test_an_answer_of_any_bytes_passes_unchanged_and_ends_nothing(
+    behind: Behind, answering: Callable[[str], bytes]
+) -> None:
+    async with behind.fleet.client() as client:
+        for kind in (JSON, EVENTS):
+            for nasty in NASTY:
+                behind.server.answer = nasty if kind == JSON else b"data: %s\n\n" % nasty
+                behind.server.kind = kind
+                answer = await client.post("/v1/completions", content=ASK)
+                assert answer.content == behind.server.answer, nasty[:50]
+    await at_rest(behind.fleet)  # the Envoy that served these answers has told how each ended
 
 
 async def test_a_rename_changes_only_the_model_name_in_the_request_and_the_answer(

@@ -116,7 +116,6 @@ POLICY = "clusters.pool.loadBalancingPolicy.policies.0.typedExtensionConfig.type
 FORWARDED = "asking.metadataOptions.forwardingNamespaces.untyped"
 TO_CLIENT = "routes.responseHeadersToAdd.*.header.key"
 RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
-USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
 def seen(request_body: str | None, response_headers: str, response_body: str | None) -> dict[str, Any]:
@@ -175,8 +174,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     },
     "lean": {
         **seen(DUPLEX, "SKIP", None),
-        "names of filters": USAGE_FILTERS,
-        "filters.json_to_metadata.requestRules": None,
+        "names of filters": ["lua", "ext_proc", "router"],
         # Entries about an answer and about the end of its request share a stream, so they stay in order.
         f"{ATTEMPTS}.1.typedConfig.commonConfig": at(
             parts(built("lean")), "manager.accessLog.0.typedConfig.commonConfig"

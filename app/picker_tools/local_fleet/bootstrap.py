@@ -13,6 +13,7 @@ listener: the replicas' tokens decide who may do what (docs/admin-api.md).
 
 import copy
 import functools
+import json
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +50,6 @@ from picker_fleet.ingress.ext_proc.accesslog import (
     METADATA_HEADERS,
     PLACED_HEADER,
     RETRY_AFTER,
-    STATE_IDS,
     TOKEN_HEADER,
     TOKEN_MARK,
     TTFT_FORMAT,
@@ -74,8 +74,7 @@ MAX_HEAP_BYTES = 1024 * 1024 * 1024
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # Most bytes that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers request bodies up to this size for retries (G9). In modes other than `standard` Envoy also
-# buffers JSON answers, to read usage, and replaces a longer JSON answer by status 500.
+# Envoy buffers request bodies up to this size for retries (G9).
 _BODY_BYTES = 32 * 1024 * 1024
 _BODY_S = 60.0  # maximum seconds for sending a whole body, and for reading the end of an answer
 _SILENT_S = 3600.0  # timeout of a request on which no byte moves in either direction
@@ -89,6 +88,7 @@ _NAMES = {
     "session_header": SESSION_HEADER,
 }
 _VALUE = re.compile(r"\$\{(\w+)\}")
+_JSON_KEY = re.compile(r'"(\w+)":')
 
 
 @functools.cache
@@ -243,9 +243,19 @@ def build_bootstrap(
     )
 
 
+class _Dumper(yaml.CSafeDumper):  # ten times faster than SafeDumper
+    """Writes a text of several lines as such."""
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def to_yaml(bootstrap: Mapping[str, Any]) -> str:
-    dumper = yaml.CSafeDumper  # ten times faster than SafeDumper
-    text: str = yaml.dump(dict(bootstrap), Dumper=dumper, sort_keys=False, width=110)
+    text: str = yaml.dump(dict(bootstrap), Dumper=_Dumper, sort_keys=False, width=110)
     return text
 
 
@@ -407,13 +417,7 @@ class _Manager:
         attempts = [_fault_log("only_failed_attempts")]
         if self.mode == "standard":  # the picker reads usage, and sees the answer end
             return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=None)]
-        events = _rules("usage_in_events", ("response.id", "response.conversation.id"))
-        answers = _rules("usage_in_answer", ("id", "conversation.id"))
-        if self._needs_cached_tokens:
-            events += _numbers("cached_in_events")
-            answers += _numbers("cached_in_answer")
-        filters.append(_part("sse_to_metadata", rules=[{"rule": rule} for rule in events]))
-        filters.append(_part("json_to_metadata", rules=answers))
+        filters.append(_part("usage", script=_usage_script(reads_cached=self._needs_cached_tokens)))
         attempts.append(_request_log(_part("only_multiplexed"), PLACED_HEADER))
         id_and_token = f"%DYNAMIC_METADATA(picker:id)% {TOKEN_MARK}%DYNAMIC_METADATA(picker:token)%"
         if self.mode == "http":
@@ -534,22 +538,10 @@ def _fault_log(only: str) -> Tree:
     return _part("access_log", only=_part(only), logged_header=RETRY_AFTER, tags=tags)
 
 
-def _rules(usage: str, ids: Sequence[str]) -> list[Tree]:
-    """Rules that store JSON values of the expected type in metadata: at each path in the part `usage`, and at
-    `ids`, which are the paths of the STATE_IDS (picker_fleet/ingress/ext_proc/accesslog.py)."""
-    rules = _numbers(usage)
-    rules += [_rule(path, key, {"type": "STRING"}) for key, path in zip(STATE_IDS, ids, strict=True)]
-    # Record only that the answer is an error, not its text, which may be long.
-    return [*rules, *(_rule(f"error.{field}", "error", {"value": True}) for field in ("message", "type"))]
-
-
-def _numbers(part: str) -> list[Tree]:
-    """Rules that store the numbers at each path in `part`."""
-    return [_rule(path, key, {"type": "NUMBER"}) for key, paths in _part(part).items() for path in paths]
-
-
-def _rule(path: str, key: str, kept: Tree) -> Tree:
-    return {
-        "selectors": [{"key": step} for step in path.split(".")],
-        "onPresent": {"metadataNamespace": "picker.usage", "key": key, **kept},
-    }
+def _usage_script(*, reads_cached: bool) -> str:
+    """The Lua script that reads usage; `reads_cached`: also the prompt's tokens from a cache."""
+    script = Path(__file__).with_name("usage.lua").read_text(encoding="utf-8")
+    keys = _part("usage_keys", cached={"cached_tokens": "cached_tokens"} if reads_cached else None)
+    for table, tree in keys.items():
+        script = f"{table} = {json.dumps(tree)}\n{script}"
+    return _JSON_KEY.sub(r"\1 =", script)

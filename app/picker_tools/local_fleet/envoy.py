@@ -64,8 +64,7 @@ class Envoy:
             *("--admin-address-path", str(self._admin_file)),
             *("--concurrency", str(_CONCURRENCY)),
             "--disable-hot-restart",  # hot restart would share memory with other fleets
-            # Envoy's logger `misc` would warn at each start that sse_to_metadata is new.
-            *("--log-level", "warning", "--component-log-level", "misc:error"),
+            *("--log-level", "warning"),
         ]
 
     async def ready(self, child: Child) -> str:

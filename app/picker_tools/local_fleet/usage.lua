@@ -1,0 +1,126 @@
+-- Reads token usage, ids and errors in the answers of model servers, for the access log (accesslog.py): Envoy's Lua
+-- filter in the modes `lean` and `http`. The filter passes each chunk of an answer on at once and unchanged. A server
+-- may send anything: the work is linear in the bytes, and at most LONGEST bytes are kept between two chunks.
+--
+-- bootstrap.py puts EVENTS and ANSWER before this text: the keys to read in the JSON of each event of a stream and of a
+-- whole answer, nested like the JSON, with their keys in the metadata. Only keys at exactly these places are read, so
+-- nothing counts that a client has a server repeat.
+
+local LONGEST = 512 -- bytes of a key with its value
+
+local byte, find, sub = string.byte, string.find, string.sub
+local QUOTE, BACKSLASH, COLON = byte('"'), byte("\\"), byte(":")
+local OPEN, CLOSE, OPEN_LIST, CLOSE_LIST = byte("{"), byte("}"), byte("["), byte("]")
+
+-- Read the string at `at` in an object with keys to read, and the value if the string is such a key. Returns where to
+-- read on, or nil if key or value go on in the next chunk; and whether that is within a string.
+local function read_key(answer, text, at)
+  local stop = find(text, '"', at + 1, true)
+  local next = stop and find(text, "%S", stop + 1)
+  if not next and #text - at < LONGEST then
+    return nil, false
+  end
+  if not next or byte(text, next) ~= COLON or byte(text, stop - 1) == BACKSLASH then -- no key to read
+    return at + 1, true
+  end
+  local object = answer.nodes[answer.known]
+  local name = object[sub(text, at + 1, stop - 1)]
+  if not name then
+    return next + 1, false
+  end
+  local value = find(text, "%S", next + 1)
+  local is_text = value and byte(text, value) == QUOTE
+  local last = value and find(text, is_text and '"' or "[%[{,}%s]", is_text and value + 1 or value)
+  if not last then -- the value goes on in the next chunk, or is too long to be kept
+    return #text - at >= LONGEST and next + 1 or nil, false
+  end
+  local found = sub(text, value, last - 1)
+  if type(name) == "table" then
+    if byte(text, value) == OPEN then
+      answer.depth, answer.known = answer.depth + 1, answer.known + 1
+      answer.nodes[answer.known] = name
+      answer.found.error = answer.found.error or name == object.error
+      return value + 1, false
+    end
+  elseif not is_text then
+    answer.found[name] = find(found, "^-?%d[%d.eE+-]*$") and tonumber(found)
+  elseif find(name, "_id$") and find(found, '^"[%w._:-]*$') then
+    answer.found[name] = sub(found, 2)
+  end
+  return value, false
+end
+
+-- Read the next part of an answer: a JSON object, or a stream of events, each with an object. `keep` gets what each
+-- object has of the keys, at its end. `depth` objects and lists are open, and the outer `known` of them are objects
+-- with keys to read (`nodes`).
+local function read(answer, text, keep)
+  -- Most bytes are read only to find an end, so keep the state in local variables.
+  local at, size = 1, #text
+  local depth, known, in_string, is_escaped = answer.depth, answer.known, answer.in_string, answer.is_escaped
+  answer.cut = ""
+  while at <= size do
+    local char = byte(text, at)
+    if in_string then
+      -- Find the next quote, which an odd number of backslashes escapes.
+      local stop = find(text, '"', at, true) or size + 1
+      local first = stop
+      while first > at and byte(text, first - 1) == BACKSLASH do
+        first = first - 1
+      end
+      is_escaped = (stop - first) % 2 == ((first == at and is_escaped) and 0 or 1)
+      in_string = is_escaped or stop > size
+      is_escaped = is_escaped and stop > size
+      at = stop
+    elseif char == QUOTE then
+      in_string = true
+      if known > 0 and depth == known then
+        local next
+        answer.depth, answer.known = depth, known
+        next, in_string = read_key(answer, text, at)
+        if not next then
+          answer.cut = sub(text, at)
+          break
+        end
+        depth, known, at = answer.depth, answer.known, next - 1
+      end
+    elseif char == OPEN or char == OPEN_LIST then
+      depth = depth + 1
+      if depth == 1 and char == OPEN then
+        known = 1
+      end
+    elseif (char == CLOSE or char == CLOSE_LIST) and depth > 0 then
+      depth = depth - 1
+      if known > depth then
+        known = depth
+      end
+      if depth == 0 then
+        keep(answer.found)
+        answer.found = {}
+      end
+    end
+    at = at + 1
+  end
+  answer.depth, answer.known, answer.in_string, answer.is_escaped = depth, known, in_string, is_escaped
+end
+
+function envoy_on_response(handle)
+  local headers = handle:headers()
+  local kind = string.match((headers:get("content-type") or ""):lower(), "^%s*([^;%s]*)")
+  local keys = ({ ["text/event-stream"] = EVENTS, ["application/json"] = ANSWER })[kind]
+  if not keys or headers:get("content-encoding") then
+    return
+  end
+  local function keep(found)
+    for name, value in pairs(found) do
+      if value then
+        handle:streamInfo():dynamicMetadata():set("picker.usage", name, value)
+      end
+    end
+  end
+  local answer = { nodes = { keys }, depth = 0, known = 0, cut = "", found = {} }
+  for chunk in handle:bodyChunks() do
+    if chunk:length() > 0 then
+      read(answer, answer.cut .. chunk:getBytes(0, chunk:length()), keep)
+    end
+  end
+end
