@@ -1,6 +1,7 @@
 """Hostile clients attack an Envoy configured by `picker envoy-config`, by headers, paths and connections."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -257,6 +258,32 @@ async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwar
     # The model server, which few of the requests reach, does not know the models.
     assert codes.count("too_many_flows") >= 6, codes
     assert set(codes) <= {"model_not_found", "too_many_flows"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_uploads_that_trickle_do_not_keep_other_bodies_out(
+    shared_fleet: Any, tmp_path: Path, mode: Mode
+) -> None:
+    config = {"extproc": {"max_body_bytes": 1_000_000, "max_buffered_bytes": 4_000_000}}
+    tight = shared_fleet(*SMALL, config=config)
+    whole = request("POST", "/v1/completions", body=json.dumps({**ASK, "prompt": "x" * 900_000}).encode())
+
+    async def trickle() -> None:
+        _, writer = await asyncio.open_connection(LOOPBACK, running.port)
+        with contextlib.closing(writer.transport):
+            writer.write(whole[:-100])
+            for at in range(len(whole) - 100, len(whole) - 1):
+                await asyncio.sleep(0.5)
+                writer.write(whole[at : at + 1])
+
+    with edge(tight, tmp_path, mode=mode, settings=config) as running:
+        attacking = [asyncio.create_task(trickle()) for _ in range(6)]
+        if mode != "http":  # there Envoy keeps a body until its end
+            await tight.eventually(partial(metric, tight, "epp_buffered_bytes"), lambda now: now > 3_000_000)
+        await tight.eventually(partial(exchange, running.url, whole), lambda answer: b"200 OK" in answer[:20])
+        for task in attacking:
+            assert task.cancel()
+        await asyncio.wait(attacking)
 
 
 async def test_long_answers_that_their_clients_do_not_read_hold_no_place(fleet: Any, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from extproc_client import ScriptedGate, Talk, body, headers, parts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.domain.errors import BodyStalled, ExpiredTtl, NoEndpoints, TooManyFlows
+from picker_fleet.domain.budgets import BodyBudget, BodyBuffer
+from picker_fleet.domain.errors import BodyStalled, BufferFull, ExpiredTtl, NoEndpoints, TooManyFlows
 from picker_fleet.ingress.context import NewFlowLimit
 
 ASK = b'{"model": "m", "prompt": "p"}'
@@ -113,6 +114,32 @@ async def test_a_body_beyond_the_byte_budget_is_refused_until_other_bodies_are_r
     answers.append(await talk.another().say(headers(mode), body(ask)))
     assert [parts(each)[0] for each in answers] == ["request_headers"] * 4
     assert talk.here.bodies.held_bytes == 0
+
+
+def test_a_body_that_finds_no_room_takes_that_of_the_slowest_unfinished_body() -> None:
+    clock, mib = Clock(), 1024 * 1024
+    budget = BodyBudget(32 * mib, clock)
+    silent, slower, slow, fast, whole = (BodyBuffer(budget, 16 * mib) for _ in range(5))
+    for each, size in ((silent, 8), (slower, 4), (slow, 4), (fast, 4), (whole, 4)):
+        each.add(b"x" * size * mib)
+    whole.join()
+    late = BodyBuffer(budget, 16 * mib)
+    for _ in range(50):  # 5 s
+        clock.now_s += 0.1
+        fast.add(b"x" * (mib // 20))  # twice the floor rate: to 6.5 MiB
+        slow.add(b"x" * (mib // 50))
+        slower.add(b"x" * 1000)
+        assert budget.held_bytes < 31 * mib
+    late.add(b"x" * 8 * mib)
+    with pytest.raises(BufferFull, match="too slowly"):
+        silent.add(b"x")
+    BodyBuffer(budget, 16 * mib).add(b"x" * 4 * mib)
+    with pytest.raises(BufferFull, match="too slowly"):
+        slower.join()
+    slow.join()  # its bytes stay
+    with pytest.raises(BufferFull, match="used up"):
+        BodyBuffer(budget, 16 * mib).add(b"x" * 8 * mib)
+    assert len(fast.join()) == 4 * mib + 50 * (mib // 20)
 
 
 HERE = b"10.0.0.1"

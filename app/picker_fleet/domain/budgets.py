@@ -2,12 +2,17 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, Generic, TypeVar
 
 from picker_fleet.domain.errors import BufferFull, PayloadTooLarge
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
+_FLOOR_BYTES_S = 512 * 1024  # an unfinished body that arrives at this rate is not dropped
+_PAUSE_S = 1.0  # nor is a faster one that pauses for this time
+_MIN_DROPPED_BYTES = 16 * 1024
 _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only, which slow large uploads must not block
 
 # A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
@@ -58,16 +63,23 @@ class ByPool(Generic[_Each]):
 class BodyBudget:
     """Limits the bytes of request bodies that this replica holds to `limit_bytes`.
 
-    A body counts from its first byte until its request is answered, including the wait in the queue.
+    A body counts from its first byte until its request is answered, including the wait in the queue. A body
+    that finds no room drops unfinished bodies that arrive too slowly. `clock` is in seconds.
     """
 
-    __slots__ = ("_for_large_bytes", "_limit_bytes", "decoding", "held_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.decoding = asyncio.Lock()  # lets one request body be decoded at a time
         self._limit_bytes = limit_bytes
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
+        self._clock = clock
+        self.unfinished: dict[BodyBuffer, float] = {}  # until when each body is fast enough
+        self._none_until_s = 0.0  # until when all of them are
+
+    def arrives(self, body: "BodyBuffer", size_bytes: int) -> None:
+        """Record that `size_bytes` of the unfinished `body` have arrived."""
+        until_s = self.unfinished.get(body, math.inf) + size_bytes / _FLOOR_BYTES_S
+        self.unfinished[body] = min(until_s, self._clock() + _PAUSE_S)
 
     def take(self, size_bytes: int, body_bytes: int) -> None:
         """Charge the next `size_bytes` of a body, which then has `body_bytes` in all.
@@ -75,10 +87,25 @@ class BodyBudget:
         Raises:
             BufferFull: the budget is used up; none of these bytes are charged.
         """
-        limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
-        if self.held_bytes + size_bytes > limit_bytes:
-            raise BufferFull(f"this replica's {self._limit_bytes} bytes for request bodies are used up")
+        while not self._has_room(size_bytes, body_bytes):
+            self._drop_slowest()
         self.held_bytes += size_bytes
+
+    def _has_room(self, size_bytes: int, body_bytes: int) -> bool:
+        limit_bytes = self._limit_bytes if body_bytes <= SMALL_BYTES else self._for_large_bytes
+        return self.held_bytes + size_bytes <= limit_bytes
+
+    def _drop_slowest(self) -> None:
+        """Drop the unfinished body with most bytes times seconds too slow; BufferFull if none is too slow."""
+        now_s = self._clock()
+        if now_s > self._none_until_s:
+            late = {body: (now_s - until_s) * body.size_bytes for body, until_s in self.unfinished.items()}
+            slowest = max(late, key=late.__getitem__, default=None)
+            if slowest is not None and late[slowest] > 0:
+                slowest.drop()
+                return
+            self._none_until_s = min(self.unfinished.values(), default=0.0)
+        raise BufferFull(f"this replica's {self._limit_bytes} bytes for request bodies are used up")
 
     def give_back(self, size_bytes: int) -> None:
         self.held_bytes -= size_bytes
@@ -90,13 +117,17 @@ class BodyBuffer:
     `content_length` is the value of the header content-length, -1 without a valid header.
     """
 
-    __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
+    __slots__ = (
+        *("_budget", "_chunks", "_counted_bytes", "_is_dropped", "_limit_bytes"),
+        *("content_length", "size_bytes"),
+    )
 
     def __init__(self, budget: BodyBudget, limit_bytes: int) -> None:
         self._budget = budget
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] = []
         self._counted_bytes = 0
+        self._is_dropped = False
         self.size_bytes = 0
         self.content_length = -1
 
@@ -124,32 +155,52 @@ class BodyBuffer:
 
         Raises:
             PayloadTooLarge: the body is larger than the limit.
-            BufferFull: the replica's budget is used up.
+            BufferFull: the replica's budget is used up, or the body was dropped.
         """
+        if self._is_dropped:
+            raise self._too_slow()
         size_bytes = len(chunk)
         self.size_bytes += size_bytes
         if self.size_bytes > self._limit_bytes:
             raise self._too_large()
+        if self.size_bytes > _MIN_DROPPED_BYTES:
+            self._budget.arrives(self, size_bytes)
         self._budget.take(size_bytes, self.size_bytes)
         self._counted_bytes += size_bytes
         self._chunks.append(chunk)
 
     def join(self) -> bytes:
-        """Return the whole body and keep no copy; the body's bytes stay charged until `release`."""
+        """Return the whole body and keep no copy; the body's bytes stay charged until `release`.
+
+        Raises:
+            BufferFull: the body was dropped.
+        """
+        if self._is_dropped:
+            raise self._too_slow()
+        self._budget.unfinished.pop(self, None)
         chunks, self._chunks = self._chunks, []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def release(self) -> None:
         """Drop the body and return its bytes to the budget; a second call has no effect."""
+        self._budget.unfinished.pop(self, None)
         if self._counted_bytes:
             self._budget.give_back(self._counted_bytes)
             self._counted_bytes = 0
             self._chunks = []
 
+    def drop(self) -> None:
+        """Release an unfinished body: its next chunk, or its end, raises BufferFull."""
+        self.release()
+        self._is_dropped = True
+
     def reset(self) -> None:
         """Drop the body and begin another."""
         self.release()
-        self.size_bytes, self.content_length = 0, -1
+        self.size_bytes, self.content_length, self._is_dropped = 0, -1, False
+
+    def _too_slow(self) -> BufferFull:
+        return BufferFull("the body came too slowly while this replica's bytes for bodies were used up")
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
@@ -160,21 +211,15 @@ class _PoolBudget(BodyBudget):
     `shared_bytes`, as all budgets in `pools` do.
     """
 
-    __slots__ = ("_own_bytes", "_pools", "_shared_bytes")
-
     def __init__(self, own_bytes: int, shared_bytes: int, pools: "list[_PoolBudget]") -> None:
         super().__init__(own_bytes + shared_bytes)
         self._own_bytes, self._shared_bytes, self._pools = own_bytes, shared_bytes, pools
 
-    def take(self, size_bytes: int, body_bytes: int) -> None:
-        """As `BodyBudget.take`."""
+    def _has_room(self, size_bytes: int, body_bytes: int) -> bool:
+        others = sum(each.borrowed_bytes for each in self._pools if each is not self)
+        reserve = self._shared_bytes // _RESERVED_PART if body_bytes > SMALL_BYTES else 0
         beyond_bytes = self.held_bytes + size_bytes - self._own_bytes
-        if beyond_bytes > 0:
-            others = sum(each.borrowed_bytes for each in self._pools if each is not self)
-            reserve = self._shared_bytes // _RESERVED_PART if body_bytes > SMALL_BYTES else 0
-            if others + beyond_bytes > self._shared_bytes - reserve:
-                raise BufferFull("this pool's share of the replica's bytes for request bodies is used up")
-        super().take(size_bytes, body_bytes)
+        return beyond_bytes <= max(self._shared_bytes - reserve - others, 0)
 
     @property
     def borrowed_bytes(self) -> int:
