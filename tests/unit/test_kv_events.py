@@ -62,7 +62,7 @@ CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
 
 
 def batch(*events: dict[str, Any], as_arrays: bool = False) -> bytes:
-    """A batch in the form of vLLM 0.32 or, with `as_arrays`, of SGLang."""
+    """A batch in the form of vLLM 0.32 and SGLang 0.5.23 or, with `as_arrays`, of older versions."""
     written: list[Any] = [list(event.values()) for event in events] if as_arrays else list(events)
     return msgspec.msgpack.encode([1.5, written, 0])
 
@@ -96,6 +96,7 @@ def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> No
         stored([1], tokens(1), lora_id=3),
         stored([1], tokens(1), lora_name="adapter"),
         stored([1], tokens(1), extra_keys=[["salt"]]),
+        stored([1], tokens(1), cache_salt="salt"),
         stored([1], tokens(1), medium="CPU"),
         stored([1], tokens(1), group_idx=1),
         stored([1], tokens(1), parent=99),
@@ -199,16 +200,10 @@ def test_an_engine_may_remove_and_store_the_blocks_of_a_prompt_in_any_order(
         assert cache._since_s.keys() == last_users.keys()
 
 
-def test_without_pyzmq_the_configuration_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    configured = {"scheduling": {"kv_events_port": 5557}}
-    assert parse(configured).scheduling.kv_events_port == 5557
+def test_the_port_after_the_port_of_kv_events_is_a_port_too() -> None:
+    assert parse({"scheduling": {"kv_events_port": 65_534}}).scheduling.kv_events_port == 65_534
     with pytest.raises(ConfigError, match=r"kv_events_port: .* less than or equal to 65534"):
-        parse({"scheduling": {"kv_events_port": 65_535}})  # the replay port is the next one
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"kv_events_port: needs picker-fleet\[kv-events\]"):
-        parse(configured)
+        parse({"scheduling": {"kv_events_port": 65_535}})
 
 
 class Engine:
@@ -221,6 +216,7 @@ class Engine:
 
     def start(self) -> None:
         self._events, self._asked = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._events.setsockopt(zmq.HEARTBEAT_IVL, 50)
         first = self.port or 10_000 + os.getpid() % 1000 * 20  # ports that only this process tries
         for port in range(first, first + 20, 2):
             with contextlib.suppress(zmq.ZMQError):
@@ -359,6 +355,30 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
             for engine.sequence in (1, 0):  # it counts anew, but the connection stays
                 await engine.publish(block(0), is_kept=False)
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("part_bytes", [0, 100_000])
+async def test_a_message_without_end_ends_the_connection_before_it_fills_the_memory(part_bytes: int) -> None:
+    most, taken = 30_000_000, asyncio.get_running_loop().create_future()
+
+    async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + bytes((4, len(ready))) + ready)
+        parts, sent = 10 * (b"\x03" + part_bytes.to_bytes(8) + bytes(part_bytes)), 0
+        with contextlib.suppress(ConnectionError):
+            while sent < most:
+                writer.write(parts)
+                await writer.drain()
+                sent += len(parts)
+        writer.close()
+        if not taken.done():
+            taken.set_result(sent)
+
+    async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
+        reader = KvEventReader(engine.sockets[0].getsockname()[1], Listener())
+        reader.set_targets([Endpoint("127.0.0.1:8000", {})])
+        async with running(reader.run()):
+            assert await taken < most
 
 
 async def test_a_reader_of_many_engines_logs_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 The module scheduling/scorers.py computes the scores.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -101,12 +100,6 @@ class Latency(Section):
         return self
 
 
-def _with_zmq(port: int) -> int:
-    if importlib.util.find_spec("zmq") is None:
-        raise ValueError("needs picker-fleet[kv-events], which is not installed: pyzmq is missing")
-    return port
-
-
 # Headers and body members that can identify a client's session.
 SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
 
@@ -164,7 +157,7 @@ class Scheduling(Section):
     extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # maximum time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
     # Port of the engines' KV events, the replay port is the next (docs/picking.md); null: they are not read.
-    kv_events_port: Annotated[Port, Field(le=65_534), AfterValidator(_with_zmq)] | None = None
+    kv_events_port: Annotated[Port, Field(le=65_534)] | None = None
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides adapters that endpoints report

@@ -2,21 +2,22 @@
 
 vLLM (`--kv-events-config`, vllm/distributed/kv_events.py) and SGLang publish the events on a ZeroMQ PUB
 socket. A message has the topic, a sequence number of 8 bytes and a batch in MessagePack: time, events, rank.
-An event is an array that begins with its type (SGLang, older versions of vLLM) or a map with the key `type`.
-vLLM's replay socket, a ROUTER, sends past batches again from a sequence number on.
+An event is a map with the key `type` or, in older versions, an array that begins with the type. The replay
+socket, a ROUTER, sends past batches again from a sequence number on.
 
 Engines name blocks by hashes of their own. So that a replica can compute the name of a prompt's block from
 token ids, events are translated into *links*: the hash of a block's token ids and of the link before it.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 from xxhash import xxh64_digest
@@ -24,26 +25,20 @@ from xxhash import xxh64_digest
 from picker_fleet.background import keep
 from picker_fleet.domain.request import KV_EVENTS_PORT, Endpoint
 from picker_fleet.domain.units import split_host_port
+from picker_fleet.endpoints.zmtp import connected
 from picker_fleet.state.primary import raise_if_cancelled
-
-if TYPE_CHECKING:
-    import zmq.asyncio
 
 MOST_BLOCKS: Final = 500_000  # maximum blocks of one engine: about 150 MB
 _MOST_BLOCK_TOKENS = 4096
 _MOST_NAME_BYTES = 64  # maximum bytes of an engine's hash
 _PIECE = 256  # blocks or events that are read at once, in about a millisecond
-_MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
-_MOST_MESSAGES = 32  # maximum batches in ZeroMQ's queue; further ones wait at the engine
 _PAUSES = 19.0  # pause as a multiple of the time to read: a flooding engine gets 5 % of a core
 _SKIPPED_S = 0.002  # pause after a batch that is already known
-_POLL_MS = 1000
-_REPLAY_S, _REPLAY_SILENCE_MS = 60.0, 1000
-_MOST_RECONNECT_MS = 5000  # between two attempts to connect, which begin at 100 ms
-_MOST_SOCKETS = 65_000  # maximum sockets of ZeroMQ, about four for each engine
-_HEARTBEAT_MS, _DEAD_MS = 2000, 6000  # ZeroMQ's heartbeats, which show a connection that is silently dead
-_PAUSES_S = (0.5, 30.0)  # shortest and longest pause between two sessions
+_IDLE_S = 1.0
+_REPLAY_S, _REPLAY_SILENCE_S = 60.0, 1.0
+_PAUSES_S = (0.5, 5.0)  # shortest and longest pause between two sessions
 _SEQUENCE_BYTES = 8
+_SUBSCRIBE = b"\x01"  # to all topics
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +72,7 @@ class _Stored(msgspec.Struct):
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
+    cache_salt: str | None = None
 
 
 class _Removed(msgspec.Struct):
@@ -155,7 +151,7 @@ class EngineBlocks:
             yield from self._store(found) if isinstance(found, _Stored) else self._remove(found)
 
     def _store(self, event: _Stored) -> Iterator[tuple[bytes, bool]]:
-        if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
+        if event.lora_id is not None or event.lora_name or event.cache_salt or any(event.extra_keys or ()):
             return
         self.block_tokens = size = self.block_tokens or event.block_size
         before = b""
@@ -204,9 +200,7 @@ class KvEventReader:
     """
 
     def __init__(self, port: int, listener: Listener) -> None:
-        import zmq.asyncio  # only with the extra [kv-events]
-
-        self._zmq, self._port, self._listener = zmq, port, listener
+        self._port, self._listener = port, listener
         self._targets: frozenset[tuple[str, int]] = frozenset()
         self._changed = asyncio.Event()
 
@@ -222,8 +216,6 @@ class KvEventReader:
     async def run(self) -> None:
         """Read events until cancelled."""
         tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._context = self._zmq.asyncio.Context()
-        self._context.set(self._zmq.MAX_SOCKETS, _MOST_SOCKETS)
         try:
             while True:
                 self._changed.clear()
@@ -237,50 +229,46 @@ class KvEventReader:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            self._context.destroy(linger=0)
 
     async def _follow(self, address: str, port: int) -> None:
-        """Run one session after the other; the pause between short ones doubles."""
-        pause_s = _PAUSES_S[0]
+        """Run one session after the other; the pause between short ones doubles. Log why a session ended, but
+        no reason twice in a row."""
+        pause_s, logged = _PAUSES_S[0], ""
         while True:
             began_s = time.monotonic()
             try:
                 await self._session(address, split_host_port(address)[0], port)
-            except (ValueError, TimeoutError, self._zmq.ZMQError) as fault:
+            except EOFError:
+                pass  # the engine has ended the connection
+            except (ValueError, OSError) as fault:
                 raise_if_cancelled()
-                _log.warning("KV events of %s cannot be read: %s", address, str(fault) or "too many")
+                reason = str(fault) or "too many"
+                if reason != logged:
+                    _log.warning("KV events of %s cannot be read: %s", address, reason)
+                logged = reason
             finally:
                 self._listener.lost(address)
             if time.monotonic() - began_s > _PAUSES_S[1]:
-                pause_s = _PAUSES_S[0]
+                pause_s, logged = _PAUSES_S[0], ""
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSES_S[1])
 
     async def _session(self, address: str, host: str, port: int) -> None:
-        """Pass changes to the listener until the connection ends or batches are missed. Raises ValueError."""
-        zmq, blocks = self._zmq, EngineBlocks()
-        watched = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        with self._socket(zmq.SUB) as events, events.get_monitor_socket(watched) as watch:
-            events.connect(_url(host, port))
-            if not await watch.poll(_POLL_MS):
-                _log.warning("KV events of %s cannot be read: %s", address, f"no answer on port {port}")
-            await watch.recv_multipart()  # connected
+        """Pass changes to the listener until the connection ends or batches are missed. Raises ValueError,
+        OSError or EOFError."""
+        blocks = EngineBlocks()
+        async with connected(host, port, b"SUB") as events:
             replay = partial(self._replay, address, blocks, host, port + 1)
             expected, is_complete, last = await replay(0), False, -1
-            events.setsockopt(zmq.SUBSCRIBE, b"")
-            poller = zmq.asyncio.Poller()
-            poller.register(events, zmq.POLLIN)
-            poller.register(watch, zmq.POLLIN)
+            await events.send(_SUBSCRIBE)
             while True:
-                ready = dict(await poller.poll(_POLL_MS))
-                if watch in ready:
-                    return
-                if events not in ready:
+                parts = await events.receive(_IDLE_S)
+                if parts is None:
                     if expected is not None and not is_complete:  # until the subscription has taken effect
                         expected, is_complete = await replay(expected), True
                     self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
                     continue
-                sequence, payload = _parts(await events.recv_multipart())
+                sequence, payload = _content(parts)
                 if sequence <= last:
                     return  # the engine counts anew behind a proxy that keeps the connection
                 last = sequence
@@ -309,16 +297,15 @@ class KvEventReader:
 
         The engine drops batches that its socket cannot send at once: these are asked for again.
         """
-        zmq, expected = self._zmq, start or None
-        with self._socket(zmq.DEALER) as past:
-            past.connect(_url(host, port))
-            async with asyncio.timeout(_REPLAY_S):
+        expected = start or None
+        with contextlib.suppress(ConnectionError):
+            async with connected(host, port, b"DEALER") as past, asyncio.timeout(_REPLAY_S):
                 asked: int | None = -1
                 while asked != expected:
                     asked = expected
-                    await past.send_multipart([b"", (expected or 0).to_bytes(_SEQUENCE_BYTES)])
-                    while await past.poll(_REPLAY_SILENCE_MS):
-                        sequence, payload = _parts(await past.recv_multipart())
+                    await past.send(b"", (expected or 0).to_bytes(_SEQUENCE_BYTES))
+                    while (parts := await past.receive(_REPLAY_SILENCE_S)) is not None:
+                        sequence, payload = _content(parts)
                         if not payload:
                             return expected or 0
                         if expected not in (None, sequence):
@@ -328,25 +315,9 @@ class KvEventReader:
                         await self._apply(address, blocks, payload)
         return expected
 
-    def _socket(self, kind: int) -> "zmq.asyncio.Socket":
-        zmq = self._zmq
-        socket = self._context.socket(kind)
-        options = {
-            zmq.LINGER: 0, zmq.IPV6: 1, zmq.RCVHWM: _MOST_MESSAGES, zmq.MAXMSGSIZE: _MOST_MESSAGE_BYTES,
-            zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: _DEAD_MS,
-            zmq.RECONNECT_IVL_MAX: _MOST_RECONNECT_MS,
-        }  # fmt: skip
-        for option, value in options.items():
-            socket.setsockopt(option, value)
-        return socket
 
-
-def _url(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _parts(frames: Sequence[bytes]) -> tuple[int, bytes]:
+def _content(parts: Sequence[bytes]) -> tuple[int, bytes]:
     """The sequence number and payload of a message; a topic may come before. Raises ValueError."""
-    if len(frames) < 2 or len(frames[-2]) != _SEQUENCE_BYTES:
+    if len(parts) < 2 or len(parts[-2]) != _SEQUENCE_BYTES:
         raise ValueError("a message has no sequence number")
-    return int.from_bytes(frames[-2]), frames[-1]
+    return int.from_bytes(parts[-2]), parts[-1]

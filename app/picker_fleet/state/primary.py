@@ -60,7 +60,6 @@ _MAX_ASKED = 5  # maximum nodes of a Cluster asked at once
 _CONNECT_S = 1.0
 TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # the server is silent, but does not refuse connections
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
-# With these options TCP detects a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -78,7 +77,7 @@ def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
         return ConnectionPool(UnixDomainSocketConnection, path=address.path, **options)
-    options |= _tcp_options()
+    options |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
     kind: type[Connection] = _Following
     if address.tls is not None:
         kind, options = _Encrypted, options | dict(address.tls)
@@ -154,9 +153,10 @@ class _Encrypted(_Following, SSLConnection):
     pass
 
 
-def _tcp_options() -> dict[str, Any]:
-    known = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
-    return {"socket_keepalive": True, "socket_keepalive_options": known}
+def keepalive_options() -> dict[int, int]:
+    """The options of TCP with which keepalive notices a dead connection within 11 s, as far as the system has
+    them."""
+    return {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
 
 
 def _finder(address: Address, key: str) -> Callable[[], Awaitable[Node]]:
