@@ -37,14 +37,15 @@ _TIMES_WHAT_FITS = 2  # number of conversations, as a multiple of the number tha
 _RUNNING = 112  # requests at a time on all engines
 _SECONDS_A_REQUEST, _SCRAPE_EACH = 0.03, 3  # time between requests; requests between two scrapes
 
-FIXED, LEARNT, PRECISE = "fixed", "learnt", "precise"
+FIXED, LEARNT, PRECISE, ORACLE = "fixed", "learnt", "precise", "oracle"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """Engines that keep `capacities` blocks, and run `places` requests at once. A conversation begins with
     one of `systems` system prompts of `system_blocks` blocks, and has `turns`, each with an answer of
-    `answer_blocks`. `usage`: answers report cached tokens; `page`: pages report the KV cache's size."""
+    `answer_blocks`. `usage`: answers report cached tokens; `page`: pages report the KV cache's size;
+    `weight`: of the scorer `prefix-affinity`."""
 
     name: str
     capacities: tuple[int, ...]
@@ -56,6 +57,7 @@ class Case:
     system_blocks: tuple[int, int] = (4, 16)
     usage: bool = True
     page: bool = True
+    weight: float = 3
 
 
 _EACH = (2000,) * 8
@@ -64,6 +66,7 @@ CASES = (
     Case("2000 blocks each", _EACH),
     Case("half 800, half 3200", (800,) * 4 + (3200,) * 4),
     Case("2000 each, agents", _EACH, turns=4, systems=150, system_blocks=(60, 140)),
+    Case("2000 each, agents, weight 6", _EACH, turns=4, systems=150, system_blocks=(60, 140), weight=6),
     Case("2000 each, page without size", _EACH, page=False),
     Case("2000 each, answers without cached tokens", _EACH, usage=False),
     Case("2000 each, only counters of hits", _EACH, usage=False, page=False),
@@ -81,10 +84,11 @@ class Result:
 
 
 class _Conversations:
-    """Makes prompts of random conversations; a prompt grows with each turn."""
+    """Makes prompts of random conversations; a prompt grows with each turn. All runs of a case get the same
+    prompts."""
 
-    def __init__(self, case: Case, dice: random.Random) -> None:
-        self._case, self._dice = case, dice
+    def __init__(self, case: Case) -> None:
+        self._case, self._dice = case, (dice := random.Random(3))
         self._systems = [self._text(case.system_blocks) for _ in range(case.systems)]
         turn_blocks = sum(_QUESTION_BLOCKS) / 2 + case.answer_blocks
         mean_blocks = sum(case.system_blocks) / 2 + case.turns * turn_blocks / 2
@@ -142,13 +146,17 @@ class _Run:
     def __init__(self, case: Case, index: str) -> None:
         random.seed(3)  # the scheduler breaks ties at random
         self._case, self._dice, self._now_s = case, random.Random(3), 0.0
+        # Requests that run, by their end: due number, id, endpoint, request, sequence; requests that wait.
+        self._ends: list[tuple[float, int, str, InferenceRequest, simulated.Sequence]] = []
+        self._requests: dict[simulated.Sequence, InferenceRequest] = {}
         self._servers = {
             f"10.0.0.{n}:8000": _Server(each, case.places) for n, each in enumerate(case.capacities)
         }
         self._loads, self._asked = Counter[str](), b""
         cell, clock = SnapshotCell(), lambda: self._now_s
         cell.publish(Snapshot("1", tuple(map(Endpoint, self._servers))))
-        self._fleet = KnownFleet(parse({"scheduling": {"scorers": SCORERS}}))
+        scorers = SCORERS | {"prefix-affinity": case.weight}
+        self._fleet = KnownFleet(parse({"scheduling": {"scorers": scorers}}))
         self._readings = MetricsCache(None, clock)
         self._routes = RouteStream("redis://127.0.0.1:1/0", stream="unused", replica="r", clock=clock)
         if index != LEARNT:
@@ -161,16 +169,14 @@ class _Run:
         )
 
     def result(self) -> Result:
-        conversations, case = _Conversations(self._case, self._dice), self._case
-        ends: list[tuple[float, int, str, InferenceRequest, simulated.Sequence]] = []
-        requests: dict[simulated.Sequence, InferenceRequest] = {}
+        conversations, case, ends = _Conversations(self._case), self._case, self._ends
         before = (0, 0)
         for number in range(case.requests):
             self._now_s += _SECONDS_A_REQUEST
             while ends and ends[0][0] <= number:
                 _, _, address, request, sequence = heapq.heappop(ends)
                 self._end(address, request, sequence)
-                self._start(address, number, ends, requests)
+                self._start(address, number)
             if number % _SCRAPE_EACH == 0:
                 self._scrape()
             if number == case.requests // 2:
@@ -181,48 +187,29 @@ class _Run:
             address = as_the_script(choice.candidates, self._loads, self._chooser.live_weight)
             self._chooser.placed(request, choice, (address,))
             self._loads[address] += 1
-            sequence = simulated.Sequence(
-                len(text) // BYTES_PER_TOKEN,
-                1,
-                prompt_blocks=prompt_blocks(text, _ENGINE_BLOCK_TOKENS, None),
-            )
-            requests[sequence] = request
+            blocks = prompt_blocks(text, _ENGINE_BLOCK_TOKENS, None)
+            sequence = simulated.Sequence(len(text) // BYTES_PER_TOKEN, 1, prompt_blocks=blocks)
+            self._requests[sequence] = request
             self._servers[address].engine.submit(sequence)
-            self._start(address, number, ends, requests)
+            self._start(address, number)
             self._share()
         queried, hit = (now - then for now, then in zip(self._counted(), before, strict=True))
         capacity = self._routes.index.capacity
         estimates = (capacity(address) / server.capacity for address, server in self._servers.items())
         return Result(hit / queried, tuple(estimates))
 
-    def _start(
-        self,
-        address: str,
-        number: int,
-        ends: list[tuple[float, int, str, InferenceRequest, simulated.Sequence]],
-        requests: dict[simulated.Sequence, InferenceRequest],
-    ) -> None:
+    def _start(self, address: str, number: int) -> None:
         for sequence in self._servers[address].start():
-            request = requests.pop(sequence)
+            request = self._requests.pop(sequence)
             due = number + self._dice.expovariate(1 / _RUNNING)
-            heapq.heappush(ends, (due, int(request.id), address, request, sequence))
+            heapq.heappush(self._ends, (due, int(request.id), address, request, sequence))
 
     def _end(self, address: str, request: InferenceRequest, sequence: simulated.Sequence) -> None:
         self._loads[address] -= 1
         self._servers[address].engine.release(sequence)
         cached = sequence.cached_tokens if self._case.usage else None
-        end = Completion(
-            request.id,
-            Outcome.COMPLETED,
-            200,
-            address,
-            sequence.prompt_tokens,
-            1,
-            1.0,
-            None,
-            cached_tokens=cached,
-        )
-        self._chooser.ended(end, "token")
+        end = Completion(request.id, Outcome.COMPLETED, 200, address, sequence.prompt_tokens, 1, 1.0, None)
+        self._chooser.ended(end._replace(cached_tokens=cached), "token")
 
     def _scrape(self) -> None:
         self._fleet.in_flight = dict(self._loads)
@@ -250,6 +237,19 @@ class _Run:
         per_block = _TOKENS_A_BLOCK // _ENGINE_BLOCK_TOKENS
         cached = {at: server.copy.cached(blocks) // per_block for at, server in self._servers.items()}
         return {at: min(count, len(hashes)) for at, count in cached.items() if count}
+
+
+def _oracle(case: Case) -> float:
+    """The hits as in `Result`, if one cache had room for the blocks of all engines."""
+    conversations = _Conversations(case)
+    cache = PrefixCache(sum(case.capacities) * _TOKENS_A_BLOCK // _ENGINE_BLOCK_TOKENS)
+    asked = had = 0
+    for number in range(case.requests):
+        blocks = prompt_blocks(conversations.next(), _ENGINE_BLOCK_TOKENS, None)
+        if number >= case.requests // 2:
+            asked, had = asked + len(blocks), had + cache.cached(blocks)
+        cache.use(blocks)
+    return had / asked
 
 
 _PAGE = f"""\
@@ -281,18 +281,13 @@ def main(arguments: Sequence[str]) -> int:
             continue
         found: Mapping[str, Result] = {kind: _Run(case, kind).result() for kind in (FIXED, LEARNT, PRECISE)}
         fixed, learnt, precise = (found[kind].hits for kind in (FIXED, LEARNT, PRECISE))
-        estimates = found[LEARNT].estimates
-        rows.append(
-            [
-                case.name,
-                *(f"{each:.1%}" for each in (fixed, learnt, precise)),
-                f"{learnt / fixed:.2f}",
-                f"{learnt / precise:.2f}",
-                f"{min(estimates):.2f}–{max(estimates):.2f}",
-            ]
-        )
+        oracle, estimates = _oracle(case), found[LEARNT].estimates
+        hits = [f"{each:.1%}" for each in (fixed, learnt, precise, oracle)]
+        ratios = [f"{each:.2f}" for each in (learnt / fixed, oracle / fixed, learnt / precise)]
+        rows.append([case.name, *hits, *ratios, f"{min(estimates):.2f}–{max(estimates):.2f}"])
         print(*rows[-1], sep="  ", flush=True)
-    head = ["engines", FIXED, LEARNT, PRECISE, "learnt/fixed", "learnt/precise", "estimate"]
+    ratios = ["learnt/fixed", "oracle/fixed", "learnt/precise"]
+    head = ["engines", FIXED, LEARNT, PRECISE, ORACLE, *ratios, "estimate"]
     write_page(args.out / "prefixes.md", f"{_PAGE}\n{table(head, rows)}\n")
     return 0
 

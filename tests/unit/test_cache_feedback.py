@@ -48,20 +48,8 @@ class Replica:
             f"r{self.requests}", "m", "m", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
         )._replace(prefix=PROMPT, body_bytes=256 * BLOCKS)
         self.chooser.placed(request, self.chooser.choose(request), (A,))
-        self.chooser.ended(
-            Completion(
-                request.id,
-                Outcome.COMPLETED,
-                status,
-                served,
-                prompt_tokens,
-                9,
-                1.0,
-                None,
-                cached_tokens=cached,
-            ),
-            "token",
-        )
+        end = Completion(request.id, Outcome.COMPLETED, status, served, prompt_tokens, 9, 1.0, None)
+        self.chooser.ended(end._replace(cached_tokens=cached), "token")
 
     def shared(self) -> list[Any]:
         """Apply and return the records of evidence and losses that this replica has shared since the last
@@ -77,7 +65,7 @@ def test_only_an_answer_that_contradicts_the_index_corrects_the_index() -> None:
 
     replica.answer(TOKENS - 1)
     (first,) = replica.shared()
-    assert (first.kept, first.evicted) == (340, 0), "the blocks used since, and the prompt's own"
+    assert (round(first.kept), first.evicted) == (334, 0), "the blocks used since, and most of the prompt's"
     assert first.bytes_per_token == pytest.approx(4.0, rel=0.01)
     replica.now_s += 60
     replica.answer(TOKENS - 1)
@@ -87,7 +75,7 @@ def test_only_an_answer_that_contradicts_the_index_corrects_the_index() -> None:
     replica.answer(0)
     (missed,) = replica.shared()
     assert missed.kept == 0
-    assert missed.evicted == BLOCKS
+    assert missed.evicted == 3, "up to 2 blocks may be in the cache"
 
 
 def test_a_missing_number_counts_as_0_once_the_engine_has_reported_one() -> None:

@@ -62,17 +62,16 @@ def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
 def test_evidence_names_the_ranks_between_which_the_cache_ends() -> None:
     settled = Expectation(1, (Step(20, 100, 60.0), Step(50, 900, 60.0), Step(90, 3000, 60.0)))
 
-    assert evidence_of(settled, 90) == Evidence(3000, 0)
-    assert evidence_of(settled, 87) == Evidence(3000, 0), "blocks and tokens are not the same size"
-    assert evidence_of(settled, 50) == Evidence(900, 3000)
-    assert evidence_of(settled, 70) == Evidence(3000, 3000), "the cache ends within these blocks"
-    assert evidence_of(settled, 0) == Evidence(0, 100)
+    assert evidence_of(settled, 90) == Evidence(2989, 0), "blocks and tokens are not the same size"
+    assert evidence_of(settled, 50) == Evidence(893, 2968)
+    assert evidence_of(settled, 70) == Evidence(2971, 2990), "the cache ends within these blocks"
+    assert evidence_of(settled, 0) == Evidence(0, 83)
 
 
 def test_blocks_that_the_engine_may_still_compute_are_no_evidence_of_eviction() -> None:
     fresh = Expectation(1, (Step(20, 100, 60.0), Step(50, 900, 0.5)))
 
-    assert evidence_of(fresh, 20) == Evidence(100, 0)
+    assert evidence_of(fresh, 20) == Evidence(96, 0)
 
 
 class Engine:

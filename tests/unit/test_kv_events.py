@@ -45,13 +45,8 @@ def tokens(blocks: int, name: int = 7) -> list[int]:
 def stored(
     names: Sequence[int | bytes], ids: list[int], parent: int | bytes | None = None, **more: Any
 ) -> dict[str, Any]:
-    whole = {
-        "type": "BlockStored",
-        "block_hashes": list(names),
-        "parent_block_hash": parent,
-        "token_ids": ids,
-    }
-    return whole | {"block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None} | more
+    block = {"block_hashes": list(names), "parent_block_hash": parent, "token_ids": ids, "block_size": SIZE}
+    return {"type": "BlockStored"} | block | {"lora_id": None, "medium": "GPU", "lora_name": None} | more
 
 
 def removed(*names: int | bytes, medium: str = "GPU") -> dict[str, Any]:
@@ -359,7 +354,7 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
 
 @pytest.mark.parametrize("part_bytes", [0, 100_000])
 async def test_a_message_without_end_ends_the_connection_before_it_fills_the_memory(part_bytes: int) -> None:
-    most, taken = 30_000_000, asyncio.get_running_loop().create_future()
+    most, taken = 30_000_000, asyncio.Queue[int]()
 
     async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
@@ -371,14 +366,13 @@ async def test_a_message_without_end_ends_the_connection_before_it_fills_the_mem
                 await writer.drain()
                 sent += len(parts)
         writer.close()
-        if not taken.done():
-            taken.set_result(sent)
+        taken.put_nowait(sent)
 
     async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
         reader = KvEventReader(engine.sockets[0].getsockname()[1], Listener())
         reader.set_targets([Endpoint("127.0.0.1:8000", {})])
         async with running(reader.run()):
-            assert await taken < most
+            assert await taken.get() < most
 
 
 async def test_a_reader_of_many_engines_logs_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:

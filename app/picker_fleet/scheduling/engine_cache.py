@@ -60,17 +60,17 @@ class Evidence(NamedTuple):
 
 def evidence_of(expected: Expectation, cached_blocks: float) -> Evidence:
     """The evidence of an answer for whose prompt the engine had `cached_blocks` blocks in its cache."""
-    kept = before = 0
-    for blocks, rank, age_s in expected.steps:
-        slack = _SLACK_BLOCKS + _SLACK * blocks
-        if cached_blocks >= blocks - slack:
-            kept, before = rank, blocks
-            continue
-        if age_s < _SETTLED_S:
+    slack = _SLACK_BLOCKS + _SLACK * cached_blocks
+    kept = evicted = before = 0.0
+    for blocks, rank, age_s in expected.steps:  # a step's last blocks have the highest ranks
+        if before < cached_blocks - slack:
+            kept = rank - max(blocks - (cached_blocks - slack), 0.0)
+        if blocks > cached_blocks + slack:
+            if age_s >= _SETTLED_S:
+                evicted = rank - (blocks - max(cached_blocks + slack, before)) + 1
             break
-        partly = cached_blocks > before + slack
-        return Evidence(rank if partly else kept, rank)
-    return Evidence(kept, 0)
+        before = blocks
+    return Evidence(kept, evicted)
 
 
 class EngineCache:
