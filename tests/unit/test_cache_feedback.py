@@ -103,11 +103,8 @@ def test_answers_without_evidence_do_not_change_the_index(answer: dict[str, Any]
     assert replica.shared() == []
 
 
-PAGE = {"waiting": 0.0, "running": 0.0}
-
-
 def page(at_s: float, **more: Any) -> EndpointMetrics:
-    return EndpointMetrics(int(at_s * 1000), **PAGE, **more)
+    return EndpointMetrics(int(at_s * 1000), waiting=0.0, running=0.0, **more)
 
 
 @cases("is_lost, before, after, refused", {
