@@ -4,7 +4,7 @@ Each case runs a local fleet in front of simulated model servers whose steps tak
 for vLLM (app/picker_tools/simulator/batch.py). A search finds the static bound (requests in flight for each
 endpoint) with the highest throughput. Then new fleets run alternately with this bound and with no setting at
 all, and count from the 20th second on. Without CASE all cases run. Each case replaces its section in
-bench/results/limits.md.
+bench/results/limits.md. `--go FILE` compares with the Go picker's detectors instead (beside_go.py).
 """
 
 import math
@@ -21,18 +21,28 @@ import uvloop
 from whole_fleet import exact_bounds
 
 from bench.limits.kinds import KINDS, Kind
-from bench.limits.servers import SLOTS, Event, Figures, Record, Servers, fleet, run, servers
+from bench.limits.servers import (
+    COMPARED_S,
+    SEARCHED_S,
+    SLOTS,
+    Event,
+    Figures,
+    Record,
+    Servers,
+    best_bound,
+    fleet,
+    median,
+    run,
+    servers,
+)
 from bench.rig.fleet import RunningFleet
 from bench.rig.report import describe_run, options_parser, table, with_section, write_page
 
 _GRID = (8, 16, 32, 64)
-_SETTLED_S, _SEARCHED_S = 6.0, 18.0  # seconds into a run of the search: figures begin, run ends
-_WARM_S, _END_S = 20.0, 50.0  # seconds into a compared run: figures begin, run ends
 _EVENT_S, _EVENT_END_S = 25.0, 55.0
-_ALIKE = 0.98  # best bound: the least p95 TTFT among bounds with this share of the highest throughput
 _CHATS = KINDS["short-chats"]
 _ADAPTIVE: Mapping[str, Any] = {}  # nothing configured
-_HEAD = ("", "requests/s", "tokens/s", "TTFT p50, s", "p95, s", "unserved")
+_HEAD = ("", *Figures.HEAD)
 
 Searched = Mapping[int, Figures]
 
@@ -43,42 +53,36 @@ async def _search(them: Servers, kind: Kind, replicas: int) -> Searched:
 
     async def measure(it: RunningFleet, bound: int) -> None:
         await it.change({"request_queue_controller": exact_bounds(bound)})
-        record = await run(it, them, kind, seed=0, lasts_s=_SEARCHED_S)
-        found[bound] = record.between(_SETTLED_S, _SEARCHED_S)
-        print(f"bound {bound}: {_cells(found[bound])}", flush=True)
+        record = await run(it, them, kind, seed=0, lasts_s=SEARCHED_S[1])
+        found[bound] = record.between(*SEARCHED_S)
+        print(f"bound {bound}: {found[bound].cells()}", flush=True)
 
     async with fleet(them, replicas, exact_bounds(_GRID[0])) as it:
         for bound in _GRID:
             await measure(it, bound)
-        best = _best(found)
+        best = best_bound(found)
         for bound in (round(best / math.sqrt(2)), round(best * math.sqrt(2))):
             if bound not in found:
                 await measure(it, bound)
     return dict(sorted(found.items()))
 
 
-def _best(found: Searched) -> int:
-    most = max(figures.tokens_per_s for figures in found.values())
-    alike = [bound for bound, figures in found.items() if figures.tokens_per_s >= _ALIKE * most]
-    return min(alike, key=lambda bound: found[bound].ttft_p95_s)
-
-
 async def _compare(kind: Kind, sizes: Sequence[int], folder: Path, replicas: int, rounds: int) -> str:
     """Compare the best static bound and the limits found, in `rounds` of one run of each."""
     async with servers(folder, sizes) as them:
         searched = await _search(them, kind, replicas)
-        best = _best(searched)
+        best = best_bound(searched)
         configs = {"static": exact_bounds(best), "adaptive": _ADAPTIVE}
         records: dict[str, list[Record]] = {name: [] for name in configs}
         for seed in range(1, rounds + 1):
             for name in tuple(configs)[:: 1 if seed % 2 else -1]:
                 async with fleet(them, replicas, configs[name]) as it:
-                    records[name].append(await run(it, them, kind, seed=seed, lasts_s=_END_S))
+                    records[name].append(await run(it, them, kind, seed=seed, lasts_s=COMPARED_S[1]))
                 last = records[name][-1]
-                print(f"{name}, {seed}: {_cells(last.between(_WARM_S, _END_S))} {_limits(last)}", flush=True)
-    figures = {name: [each.between(_WARM_S, _END_S) for each in records[name]] for name in records}
+                print(f"{name}, {seed}: {last.between(*COMPARED_S).cells()} {_limits(last)}", flush=True)
+    figures = {name: [each.between(*COMPARED_S) for each in records[name]] for name in records}
     names = {"static": f"best static bound, {best}", "adaptive": "nothing configured"}
-    rows = [[names[name], *_cells(_median(figures[name]))] for name in figures]
+    rows = [[names[name], *median(figures[name]).cells()] for name in figures]
     pairs = list(zip(figures["adaptive"], figures["static"], strict=True))
     by_bound = "; ".join(
         f"{n}: {each.tokens_per_s:.0f}, {each.ttft_p95_s:.2f} s" for n, each in searched.items()
@@ -132,27 +136,16 @@ async def _disturbed(
             records.append(await run(it, them, _CHATS, seed=seed, lasts_s=_EVENT_END_S, events=events))
     rows = []
     for from_s, to_s in ((-10, 0), *((at_s, at_s + 5) for at_s in range(0, 30, 5))):
-        found = _median([each.between(_EVENT_S + from_s, _EVENT_S + to_s) for each in records])
+        found = median([each.between(_EVENT_S + from_s, _EVENT_S + to_s) for each in records])
         searched = after if to_s > 0 else before
-        oracle = searched[_best(searched)].tokens_per_s
+        oracle = searched[best_bound(searched)].tokens_per_s
         ratio = f"{found.tokens_per_s / oracle:.2f}"
         limits = _limits(records[0], _EVENT_S + to_s)
-        rows.append([f"{from_s:+} to {to_s:+} s", *_cells(found), f"{oracle:.0f}", ratio, limits])
+        rows.append([f"{from_s:+} to {to_s:+} s", *found.cells(), f"{oracle:.0f}", ratio, limits])
         print(rows[-1], flush=True)
     head = [*_HEAD, "oracle, tokens/s", "ratio", "limits, round 1"]
-    bests = f"best static bounds: {_best(before)} before, {_best(after)} after"
+    bests = f"best static bounds: {best_bound(before)} before, {best_bound(after)} after"
     return f"{table(head, rows)}\n\nThe event is at 0 s; {bests}."
-
-
-def _median(figures: Sequence[Figures]) -> Figures:
-    return Figures(*map(statistics.median, zip(*map(astuple, figures), strict=True)))
-
-
-def _cells(found: Figures) -> list[str]:
-    return [
-        f"{found.requests_per_s:.1f}", f"{found.tokens_per_s:.0f}", f"{found.ttft_p50_s:.2f}",
-        f"{found.ttft_p95_s:.2f}", f"{found.unserved:.0f}",
-    ]  # fmt: skip
 
 
 def _ratios(pairs: Sequence[tuple[Figures, Figures]]) -> list[str]:
@@ -164,7 +157,7 @@ def _ratios(pairs: Sequence[tuple[Figures, Figures]]) -> list[str]:
     return [*(f"{statistics.median(each):.2f}" for each in zip(*of_rounds, strict=True)), ""]
 
 
-def _limits(record: Record, at_s: float = _END_S) -> str:
+def _limits(record: Record, at_s: float = COMPARED_S[1]) -> str:
     return ", ".join(map(str, record.limits_at(at_s))) or "none"
 
 
@@ -184,8 +177,20 @@ def main() -> int:
     parser.add_argument("case", nargs="?", choices=_CASES, metavar="CASE", help=", ".join(_CASES))
     parser.add_argument("--replicas", type=int, action="append", metavar="N", help="default: 1, 2, 4 and 8")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--go", metavar="FILE", help="the Go picker (bench/overhead/gateway.py says how to build)"
+    )
     options = parser.parse_args()
     file = options.out / "limits.md"
+    if options.go:
+        from bench.limits.beside_go import compare  # imports test modules that only `make` puts on the path
+
+        for name in [options.case] if options.case in KINDS else KINDS:
+            command = f"python -m bench.limits {name} --go FILE --rounds {options.rounds}"
+            text = uvloop.run(compare(KINDS[name], options.go, options.rounds))
+            section = f"{name}, beside the Go picker"
+            write_page(file, with_section(file, _TITLE, section, f"{describe_run(command)}\n\n{text}"))
+        return 0
     for name in [options.case] if options.case else _CASES:
         for replicas in options.replicas or (1, 2, 4, 8):
             command = f"python -m bench.limits {name} --replicas {replicas} --rounds {options.rounds}"

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import itertools
+import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import yaml
@@ -24,6 +25,9 @@ from picker_tools.local_fleet.processes import picker_command
 SLOTS = 16  # sequences that a server runs at once
 SLOWDOWN = 2.0  # steps of 40 ms and more, so that servers, fleet and load fit on two cores
 _KV_BLOCKS = 600  # KV blocks of such a server: 16 short chats fit, but only 7 long prompts
+SEARCHED_S = (6.0, 18.0)  # seconds into a run of a search: figures begin, run ends
+COMPARED_S = (20.0, 50.0)  # seconds into a compared run: figures begin, run ends
+_ALIKE = 0.98  # best bound: the least p95 TTFT among bounds with this share of the highest throughput
 _READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
 
 
@@ -116,6 +120,26 @@ class Figures:
     ttft_p95_s: float
     unserved: float
 
+    HEAD: ClassVar = ("requests/s", "tokens/s", "TTFT p50, s", "p95, s", "unserved")
+
+    def cells(self) -> list[str]:
+        """The row of a table below HEAD."""
+        return [
+            f"{self.requests_per_s:.1f}", f"{self.tokens_per_s:.0f}", f"{self.ttft_p50_s:.2f}",
+            f"{self.ttft_p95_s:.2f}", f"{self.unserved:.0f}",
+        ]  # fmt: skip
+
+
+def best_bound(found: Mapping[int, Figures]) -> int:
+    """The bound with the least p95 TTFT among those with the highest throughput."""
+    most = max(figures.tokens_per_s for figures in found.values())
+    alike = [bound for bound, figures in found.items() if figures.tokens_per_s >= _ALIKE * most]
+    return min(alike, key=lambda bound: found[bound].ttft_p95_s)
+
+
+def median(figures: Sequence[Figures]) -> Figures:
+    return Figures(*map(statistics.median, zip(*map(astuple, figures), strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -151,10 +175,16 @@ Event = tuple[float, Callable[[], Awaitable[None]]]
 
 
 async def run(
-    it: RunningFleet, them: Servers, kind: Kind, *, seed: int, lasts_s: float, events: Sequence[Event] = ()
+    it: RunningFleet | str,
+    them: Servers,
+    kind: Kind,
+    *,
+    seed: int,
+    lasts_s: float,
+    events: Sequence[Event] = (),
 ) -> Record:
     """Send load for all servers for `lasts_s`, with `events` at times since the load began; then let requests
-    end."""
+    end. `it` is a fleet, or the URL of a gateway, whose limits are not recorded."""
     record_tokens: list[tuple[float, float]] = []
     record_limits: list[tuple[float, Sequence[int]]] = []
     places = sum(them.sizes.values()) / SLOTS
@@ -163,14 +193,13 @@ async def run(
         await asyncio.sleep(at_s)
         await event()
 
-    with Client(it.url) as client:
+    with Client(it if isinstance(it, str) else it.url) as client:
         load = Load(client)
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(kind.send(load, places, seed))
-            sampling = [
-                tasks.create_task(_sample_tokens(load, them, record_tokens)),
-                tasks.create_task(_sample_limits(load, it, them, record_limits)),
-            ]
+            sampling = [tasks.create_task(_sample_tokens(load, them, record_tokens))]
+            if not isinstance(it, str):
+                sampling.append(tasks.create_task(_sample_limits(load, it, them, record_limits)))
             for event in events:
                 tasks.create_task(happen(*event))
             await asyncio.sleep(lasts_s)
@@ -180,7 +209,8 @@ async def run(
             await sending
             for each in sampling:
                 each.cancel()
-    await it.wait_for_rest(_READY_S)
+    if not isinstance(it, str):
+        await it.wait_for_rest(_READY_S)
     return Record(load.began_s, load.history, record_tokens, record_limits)
 
 

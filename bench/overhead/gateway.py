@@ -49,7 +49,7 @@ schedulingProfiles:
   - pluginRef: prefix-cache-scorer
     weight: 3
 """
-_FLAGS = ("--secure-serving=false", "--tracing=false", "--v=1", "--config-text", _CONFIG)
+_FLAGS = ("--secure-serving=false", "--tracing=false", "--v=1")
 _SERVING_S = 60.0
 
 
@@ -70,12 +70,16 @@ class Behind:
 
 
 @contextlib.asynccontextmanager
-async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = "") -> AsyncIterator[Behind]:
-    """Run a picker for `pool` behind an Envoy: the Go picker's binary `go`, else this picker."""
+async def behind_gateway(
+    cluster: ApiServer, folder: Path, pool: str, go: str = "", *, config: str = _CONFIG
+) -> AsyncIterator[Behind]:
+    """Run a picker for `pool` behind an Envoy: the Go picker's binary `go`, else this picker. `config` is the
+    text of an EndpointPickerConfig."""
     launch: Callable[..., list[str]] = (lambda _, *flags: [go, *flags]) if go else picker_command
     async with opened(folder) as here:
         here.tls = False
-        await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *_FLAGS, launch=launch)
+        flags = (*_FLAGS, "--config-text", config)
+        await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *flags, launch=launch)
         # Envoy does not check health: not every picker answers health checks on its ext_proc port.
         publish(discovery := folder / "pickers.json", [here.pickers[0].grpc])
         gateway = await here.start_gateway(discovery=discovery)

@@ -1,7 +1,8 @@
 """Compares limits that the fleet finds for real vLLM servers with the best static bound and with vLLM alone.
 
-A search finds the static bound with the most requests a second. Then each round measures vLLM alone, a fleet
-with this bound, and a new fleet with nothing configured, from the 20th second of its load on.
+A search finds the static bound with the most requests a second. Then each round measures vLLM alone, vLLM
+behind an Envoy without a picker, a fleet with this bound, and a new fleet with nothing configured, from the
+20th second of its load on.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 
 from whole_fleet import exact_bounds
 
-from bench.rig.fleet import picker_up
+from bench.rig.fleet import picker_up, plain_envoy
 from long.findings import Findings
 from long.vllm_servers import Server, installed, made_model, servers
 from picker_tools.load.generator import Client, Load, Request, flow_header, quantiles
@@ -84,17 +85,20 @@ async def _search(running: Sequence[Server], options: argparse.Namespace) -> dic
     found = {}
     up = ("--replicas", f"{options.replicas}", "--endpoints", "0")
     async with picker_up(_config(running, exact_bounds(_GRID[0])), *up) as fleet:
-        for bound in (each for each in _GRID if each <= max(options.clients // len(running), _GRID[0])):
+        for bound in _GRID:
             await fleet.change({"request_queue_controller": exact_bounds(bound)})
             found[bound] = await _measure([fleet.url], options.clients, _SEARCHED_S, 0)
             print(f"bound {bound}: {found[bound]}", flush=True)
+            if bound * len(running) >= options.clients:  # it delays no request, nor does any higher bound
+                break
     return found
 
 
 async def _compare(options: argparse.Namespace, folder: Path, findings: Findings) -> None:
     python, model = await asyncio.to_thread(installed), made_model(folder / "model")
     sizes = {"places": options.places, "kv_blocks": options.kv_blocks}
-    figures: dict[str, list[Figures]] = {"vLLM asked directly": [], "static": [], "adaptive": []}
+    compared = ("vLLM asked directly", "Envoy alone", "static", "adaptive")
+    figures: dict[str, list[Figures]] = {name: [] for name in compared}
     up = ("--replicas", f"{options.replicas}", "--endpoints", "0")
     async with servers(python, model, folder, count=options.servers, **sizes) as running:
         direct = [f"http://{server.address}" for server in running]
@@ -105,9 +109,12 @@ async def _compare(options: argparse.Namespace, folder: Path, findings: Findings
         best = min(alike, key=lambda bound: searched[bound].ttft_p95_s)
         controllers: dict[str, Mapping[str, Any]] = {"static": exact_bounds(best), "adaptive": {}}
         for seed in range(1, options.rounds + 1):
-            for name in tuple(figures)[:: 1 if seed % 2 else -1]:
-                if name not in controllers:
+            for name in compared[:: 1 if seed % 2 else -1]:
+                if name == "vLLM asked directly":
                     found = await _measure(direct, options.clients, _MEASURED_S, seed)
+                elif name == "Envoy alone":
+                    with plain_envoy([server.address for server in running]) as envoy:
+                        found = await _measure([envoy.url], options.clients, _MEASURED_S, seed)
                 else:
                     async with picker_up(_config(running, controllers[name]), *up) as fleet:
                         found = await _measure([fleet.url], options.clients, _MEASURED_S, seed)
@@ -123,7 +130,7 @@ async def _compare(options: argparse.Namespace, folder: Path, findings: Findings
     }
     what = f"{options.servers} servers of {options.places} places, {options.clients} clients"
     findings.check(f"{what}: the best static bound", True, f"{best}: {median['static']}")
-    for other in ("static", "vLLM asked directly"):
+    for other in ("static", "vLLM asked directly", "Envoy alone"):
         ratio = median["adaptive"].requests_per_s / median[other].requests_per_s
         slower = median["adaptive"].ttft_p95_s / median[other].ttft_p95_s
         seen = f"{median['adaptive']}; {other}: {median[other]}; ratios {ratio:.2f}, {slower:.2f}"
