@@ -34,8 +34,8 @@ def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
 def sample(at_s: float, **fields: Any) -> Sample:
     """A sample of a fleet of three replicas: an empty queue, and a stock of 8 with the upper bound 8.8."""
     good = Sample(
-        at_s=at_s, stock=8, lower=7.2, upper=8.8, queued={"Critical": 0, "Default": 0, "Sheddable": 0},
-        in_flight={"127.0.0.1:9000": 8}, leases=8, replicas=3, degraded=False,
+        at_s=at_s, stock=8, lower=7.2, upper=8.8, queued=0, in_flight={"127.0.0.1:9000": 8},
+        leases=8, replicas=3, degraded=False,
     )  # fmt: skip
     return replace(good, **fields)
 

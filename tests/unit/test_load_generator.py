@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from load_runs import answer, refusal, run, sample
 from tables import cases
 
+from picker_fleet.admin.examples import EXAMPLES
 from picker_fleet.cli import main
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import ConfigError
@@ -105,14 +106,10 @@ def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> N
 
 
 def test_a_state_page_becomes_a_sample_of_the_fleet_unless_it_is_malformed() -> None:
-    state = {
-        "stock": 3, "bounds": {"lower": 7.2, "upper": 8.8}, "in_flight": {"a": 3}, "leases": 3,
-        "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0}, "replicas": ["x", "y"],
-        "degraded": False,
-    }  # fmt: skip
-    found = result.Sample.read(1.5, json.dumps(state).encode())
+    found = result.Sample.read(1.5, json.dumps(EXAMPLES["State"]).encode())
     assert found is not None
-    assert (found.stock, found.total_queued, found.replicas, found.at_rest) == (3, 3, 2, False)
+    assert (found.stock, found.queued, found.replicas, found.at_rest) == (7, 16, 3, False)
+    assert (found.lower, found.upper, found.leases, found.degraded) == (7.2, 8.8, 7, False)
     for page in (b"", b"{", b"[]", b"{}", b'{"stock": "x"}', b"null"):
         assert result.Sample.read(0.0, page) is None
 

@@ -36,7 +36,6 @@ def refused_in_outage(but: int = -1) -> RunResult:
 
 
 LATE = {"reason": "rejected-ttl-expired", "first_s": 31.5, "took_s": 31.5}
-QUEUED = {"Critical": 0, "Default": 5, "Sheddable": 0}
 BACK = tuple(sample(10 + 0.25 * number) for number in range(40))
 AWAY = tuple(sample(5 + 0.25 * number, degraded=True) for number in range(20))
 BEFORE = tuple(sample(0.25 * number) for number in range(20))
@@ -51,7 +50,7 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
         wait_s = waits_s.get(each.source.replace("-", "_"), 0.0)
         at_s = base.wall_s + each.sent_s + wait_s
         dispatches.append(Dispatch(at_s, source.flow, source.workload, wait_s))
-    waiting = tuple(replace(each, queued=QUEUED) for each in base.samples)
+    waiting = tuple(replace(each, queued=5) for each in base.samples)
     return replace(base, log_audits=(LogAudit(None, tuple(dispatches)),), samples=waiting)
 
 

@@ -25,7 +25,7 @@ _STATE: dict[str, Any] = {
     "pool": "default", "replica": "r-3f9c", "degraded": False, "stock": 7,
     "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8}, "ready_backends": 4,
     "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
-    "queue_bytes": {"Critical": 900, "Default": 2700, "Sheddable": 10800}, "active_flows": 3,
+    "queue_bytes": {"Critical": 900, "Default": 2700, "Sheddable": 10800}, "active_flows": 3, "leases": 7,
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},

@@ -63,6 +63,7 @@ class State(_Open):
     queue_bytes: dict[str, int] = Field(default_factory=dict, description="bytes of queued bodies by band")
     queue_fill: float = Field(0.0, description="the part of the queue's `total_capacity` in use")
     active_flows: int = Field(0, description="flows with a queued request")
+    leases: int = Field(0, description="requests in flight that have a lease")
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")
     replicas: list[str] = Field(description="ids of the live replicas")
     in_flight: dict[str, int] = Field(default_factory=dict, description="requests by endpoint (ip:port)")

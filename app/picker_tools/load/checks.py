@@ -4,14 +4,13 @@ The command `picker load` calls `check_promises`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from math import nan
 from statistics import fmean
 
 from picker_fleet.domain.bands import Band
-from picker_tools.load.generator import Answer, Kind, quantile
+from picker_tools.load.generator import Kind, quantile
 from picker_tools.load.result import (
     SHARED_AGAIN_S,
     RunResult,
@@ -32,37 +31,29 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A checked promise. `says`: its text. `evidence` explains the verdict. `cases`: first violations."""
-
-    name: str
-    says: str
-    verdict: Verdict
-    evidence: str
-    cases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of checking one promise."""
+    """A checked promise. `evidence` explains the verdict. `cases`: first violations. `says`: its text.
+    `check_promises` sets its name and text."""
 
     verdict: Verdict
     evidence: str
     cases: tuple[str, ...] = ()
+    name: str = ""
+    says: str = ""
 
 
-def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
-    """The finding that the promise is kept, unless `cases` has violations."""
+def kept_unless(cases: Sequence[object], evidence: str) -> Promise:
+    """The promise is kept, unless `cases` has violations."""
     if not cases:
-        return Finding(Verdict.KEPT, evidence)
-    return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} violations", tuple(map(str, cases[:MAX_CASES])))
+        return Promise(Verdict.KEPT, evidence)
+    return Promise(Verdict.BROKEN, f"{evidence}; {len(cases)} violations", tuple(map(str, cases[:MAX_CASES])))
 
 
-def kept_if(kept: bool, evidence: str) -> Finding:
-    return Finding(Verdict.KEPT if kept else Verdict.BROKEN, evidence)
+def kept_if(kept: bool, evidence: str) -> Promise:
+    return Promise(Verdict.KEPT if kept else Verdict.BROKEN, evidence)
 
 
-def unknown(why: str) -> Finding:
-    return Finding(Verdict.UNKNOWN, why)
+def unknown(why: str) -> Promise:
+    return Promise(Verdict.UNKNOWN, why)
 
 
 EXPIRED = "rejected-ttl-expired"
@@ -72,7 +63,7 @@ _LATENESS_S = 0.25  # requests sent later than this, in seconds, make the load d
 _FEW = 20  # fewest answers with which an objective is checked
 
 
-def one_answer(run: RunResult) -> Finding:
+def one_answer(run: RunResult) -> Promise:
     cases: list[object] = [answer for answer in run.answers if answer.fault]
     if run.sent != len(run.answers):
         cases.append(f"{run.sent} requests were sent and {len(run.answers)} ended")
@@ -84,7 +75,7 @@ def one_answer(run: RunResult) -> Finding:
     )
 
 
-def refusals_explained(run: RunResult) -> Finding:
+def refusals_explained(run: RunResult) -> Promise:
     refused = [answer for answer in run.answers if answer.kind is Kind.REFUSED]
     if not refused:
         return unknown("nothing was refused")
@@ -92,12 +83,13 @@ def refusals_explained(run: RunResult) -> Finding:
         f"{answer} (retry-after {answer.retry_after or 'none'}, reason {answer.reason or 'none'})"
         for answer in refused
         # While Redis is unavailable a refusal needs no reason from the shared queue.
-        if not answer.retry_after.isdecimal() or (not answer.reason and not _overlaps_outage(run, answer))
+        if not answer.retry_after.isdecimal()
+        or not (answer.reason or run.disturbed(answer.done_s, RECOUNTED_S))
     ]
     return kept_unless(bad, f"{len(refused)} refusals")
 
 
-def deadline_kept(run: RunResult) -> Finding:
+def deadline_kept(run: RunResult) -> Promise:
     ttl_s = {source.name: source.ttl_s for source in run.sources}
     refused = [answer for answer in run.answers if answer.kind is Kind.REFUSED]
     late = [answer for answer in refused if answer.took_s > ttl_s[answer.source] + _LATE_S]
@@ -108,17 +100,17 @@ def deadline_kept(run: RunResult) -> Finding:
     return kept_unless(late, f"{expired} expired; the longest time to a refusal was {waits:.2f} s")
 
 
-def at_rest(run: RunResult) -> Finding:
+def at_rest(run: RunResult) -> Promise:
     if not run.samples:
         return unknown("no admin address is known")
     if run.rest is not None:
         return kept_unless([], f"all counts were 0 at {run.rest.at_s:.1f} s")
     last = run.samples[-1]
-    counts = f"stock {last.stock:g}, queued {last.total_queued}, leases {last.leases}, {dict(last.in_flight)}"
+    counts = f"stock {last.stock:g}, queued {last.queued}, leases {last.leases}, {dict(last.in_flight)}"
     return kept_unless([counts], f"not all counts were 0 within {run.rest_within_s:g} s of the last answer")
 
 
-def stock_in_bounds(run: RunResult) -> Finding:
+def stock_in_bounds(run: RunResult) -> Promise:
     samples = [each for each in run.samples if not run.disturbed(each.at_s, RECOUNTED_S)]
     if not samples:
         return unknown("no sample shows the shared state")
@@ -139,7 +131,7 @@ def stock_in_bounds(run: RunResult) -> Finding:
     )
 
 
-def load_as_planned(run: RunResult) -> Finding:
+def load_as_planned(run: RunResult) -> Promise:
     late = sorted(answer.sent_s - answer.due_s for answer in run.answers)
     if not late:
         return unknown("nothing was sent")
@@ -150,7 +142,7 @@ def load_as_planned(run: RunResult) -> Finding:
     return kept_unless([], text)
 
 
-def audited(promise: str, run: RunResult) -> Finding:
+def audited(promise: str, run: RunResult) -> Promise:
     """The audit of the decision log for `promise`: one of G1 to G6, or `log`."""
     if not any(log_audit.report for log_audit in run.log_audits):
         why = next(
@@ -176,7 +168,7 @@ AUDITED: Mapping[str, str] = {
     "log": "the decision log has no gap",
 }
 
-GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
+GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
     "one-answer": ("each request has exactly one answer, and a complete one", one_answer),
     "refusals-explained": ("each refusal has a reason and a retry-after", refusals_explained),
     "deadline": ("a refused client hears within 1 s of its TTL", deadline_kept),
@@ -187,7 +179,7 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
 }
 
 
-def _first_tokens_within(limit_s: float, run: RunResult) -> Finding:
+def _first_tokens_within(limit_s: float, run: RunResult) -> Promise:
     """The 95th percentile of the served streams' times to the first token is at most `limit_s`."""
     streams = (each for each in run.answers if each.served and each.request.streamed)
     times_s = sorted(each.first_s for each in streams if each.first_s is not None)
@@ -198,10 +190,6 @@ def _first_tokens_within(limit_s: float, run: RunResult) -> Finding:
     return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
 
 
-def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
-    return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
-
-
 _NEAR = 0.9  # a flow must get this fraction of its fair share, less _EDGE requests
 _EDGE = 3  # requests missing in a count because they wait when counting begins or ends
 _SHORTER = 0.25  # a client within its share waits at most this fraction of the other client's mean wait
@@ -210,7 +198,7 @@ _GOES_ON = 0.5  # fraction of its throughput that the fleet must keep without Re
 _OVER_S = 1.0  # after this time of an outage, all calls to Redis in flight have failed
 
 
-def no_errors(run: RunResult) -> Finding:
+def no_errors(run: RunResult) -> Promise:
     if run.scenario.fault.kills_replicas and run.target.mode == "standard":
         return unknown("in standard mode a killed replica cuts the answers that pass through it (G7)")
     answers = [answer for answer in run.answers if not answer.left]
@@ -218,29 +206,29 @@ def no_errors(run: RunResult) -> Finding:
     return kept_unless(bad, f"{len(answers) - len(bad)} of {len(answers)} requests were served")
 
 
-def only_overload(run: RunResult) -> Finding:
+def only_overload(run: RunResult) -> Promise:
     failed = [answer for answer in run.answers if answer.kind is Kind.FAILED]
     refused = sum(answer.kind is Kind.REFUSED for answer in run.answers)
     return kept_unless(failed, f"{len(run.answers)} requests, {refused} refused, {len(failed)} failed")
 
 
-def nothing_expires(run: RunResult) -> Finding:
+def nothing_expires(run: RunResult) -> Promise:
     return kept_unless(
         [each for each in run.answers if each.reason == EXPIRED], f"{len(run.answers)} requests"
     )
 
 
-def overloaded(run: RunResult) -> Finding:
+def overloaded(run: RunResult) -> Promise:
     half_s = run.plan.duration_s / 2
     seen = [each for each in run.samples if half_s <= each.at_s <= run.plan.duration_s]
     if not seen:
         return unknown("no sample shows the queue")
-    waiting = sum(each.total_queued > 0 for each in seen) / len(seen)
+    waiting = sum(each.queued > 0 for each in seen) / len(seen)
     text = f"requests waited in {waiting:.0%} of the samples of the second half"
     return kept_unless([], text) if waiting >= 0.5 else unknown(f"{text}, too few to compare waits")
 
 
-def keeps_share(name: str, run: RunResult) -> Finding:
+def keeps_share(name: str, run: RunResult) -> Promise:
     """The source `name` gets about its fair share of the service."""
     service, total = run.service(), sum(run.service().values())
     flow = _source(run, name).flow
@@ -251,19 +239,20 @@ def keeps_share(name: str, run: RunResult) -> Finding:
     return kept_if(service[flow] >= _NEAR * due - _EDGE, text)
 
 
-def waits_less(name: str, than: str, run: RunResult) -> Finding:
+def waits_less(name: str, than: str, run: RunResult) -> Promise:
     """The source `name`, which asks for less than its fair share, waits far less than the source `than`."""
-    mine, others = (_mean(_lengths(run, _source(run, each))) for each in (name, than))
-    if not mine >= 0 or not others > 0:
+    mine, others = (_lengths(run, _source(run, each)) for each in (name, than))
+    if not mine or not any(others):
         return unknown(f"{name} or {than} was not served")
-    text = f"mean waits: {name} {mine:.3f} s, {than} {others:.3f} s"
+    mine_s, others_s = fmean(mine), fmean(others)
+    text = f"mean waits: {name} {mine_s:.3f} s, {than} {others_s:.3f} s"
     queue = overloaded(run)
     if queue.verdict is not Verdict.KEPT:
         return unknown(queue.evidence)
-    return kept_if(mine <= _SHORTER * others, text)
+    return kept_if(mine_s <= _SHORTER * others_s, text)
 
 
-def not_refused(name: str, run: RunResult) -> Finding:
+def not_refused(name: str, run: RunResult) -> Promise:
     """Every request of the source `name` is served, while requests of other sources are refused."""
     mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
     bad = [answer for answer in mine if not answer.served]
@@ -272,7 +261,7 @@ def not_refused(name: str, run: RunResult) -> Finding:
     return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
 
 
-def low_not_starved(run: RunResult) -> Finding:
+def low_not_starved(run: RunResult) -> Promise:
     """G3: every admitted request of low priority is served within its TTL."""
     low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
     cases: list[object] = []
@@ -293,7 +282,7 @@ def low_not_starved(run: RunResult) -> Finding:
     return kept_unless(cases, "; ".join(text))
 
 
-def faults_were_injected(run: RunResult) -> Finding:
+def faults_were_injected(run: RunResult) -> Promise:
     kills, outages = run.faults_injected.kills, run.faults_injected.outages
     happened = [f"{name} killed at {at_s:.1f} s" for at_s, name in kills]
     happened += [
@@ -302,7 +291,7 @@ def faults_were_injected(run: RunResult) -> Finding:
     return kept_unless([], "; ".join(happened)) if happened else unknown("no fault was injected")
 
 
-def outage_serves(run: RunResult) -> Finding:
+def outage_serves(run: RunResult) -> Promise:
     if run.outage is None:
         return unknown("there was no outage")
     began_s, end_s = run.outage
@@ -326,7 +315,7 @@ def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
     return sum(from_s <= each.sent_s + (each.head_s or 0) < to_s for each in served) / (to_s - from_s)
 
 
-def outage_bound(run: RunResult) -> Finding:
+def outage_bound(run: RunResult) -> Promise:
     if run.outage is None:
         return unknown("there was no outage")
     began_s, end_s = run.outage
@@ -347,7 +336,7 @@ def outage_bound(run: RunResult) -> Finding:
     )
 
 
-def shared_again(run: RunResult) -> Finding:
+def shared_again(run: RunResult) -> Promise:
     if not run.faults_injected.outages or run.faults_injected.outages[0][1] is None:
         return unknown("Redis did not come back while the load ran")
     back_s = run.faults_injected.outages[0][1]
@@ -364,7 +353,7 @@ def shared_again(run: RunResult) -> Finding:
     )
 
 
-SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
+SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
     "no-errors": ("every request is served", no_errors),
     "only-overload-errors": ("no request fails; a request beyond the capacity is refused", only_overload),
     "nothing-expires": ("no request waits past its TTL", nothing_expires),
@@ -401,11 +390,6 @@ def _source(run: RunResult, name: str) -> Source:
     return next(source for source in run.sources if source.name == name)
 
 
-def _mean(values: Sequence[float]) -> float:
-    """The mean of `values`; NaN if `values` is empty."""
-    return fmean(values) if values else nan
-
-
 def _lengths(run: RunResult, source: Source) -> list[float]:
     return [length for _, length in run.waits(source)]
 
@@ -418,8 +402,4 @@ def check_promises(run: RunResult) -> tuple[Promise, ...]:
         says = f"95 % of first tokens come within {plan.slo_ttft_p95_s:g} s"
         wanted.append(("slo-ttft", says, partial(_first_tokens_within, plan.slo_ttft_p95_s)))
     wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
-    promises = []
-    for name, says, check in wanted:
-        finding = check(run)
-        promises.append(Promise(name, says, finding.verdict, finding.evidence, finding.cases))
-    return tuple(promises)
+    return tuple(replace(check(run), name=name, says=says) for name, says, check in wanted)

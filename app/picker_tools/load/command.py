@@ -42,7 +42,7 @@ class ProgressView:
         parts = [f"sent {load.sent}", f"open {load.open}", f"served {load.served}"]
         parts += [f"{kind.value} {count}" for kind, count in load.ended.items() if kind is not Kind.SERVED]
         if state is not None:
-            parts.append(f"stock {state.stock:g}/{state.upper:g}, queued {state.total_queued}")
+            parts.append(f"stock {state.stock:g}/{state.upper:g}, queued {state.queued}")
         status = "  ".join(parts)
         if self.bar.disable and load.now_s >= self._next_s:
             self._next_s = load.now_s + _LINE_EVERY_S

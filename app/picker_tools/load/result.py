@@ -3,10 +3,10 @@
 `Session.run` returns a `RunResult`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from picker_fleet.admin.models import State
 from picker_tools.audit.auditor import Report, audited
 from picker_tools.audit.log import Entry, EntryError, LogUnreadable
 from picker_tools.load.fleet import Target
@@ -85,39 +85,26 @@ class Sample:
     stock: float
     lower: float
     upper: float
-    queued: Mapping[str, int]
+    queued: int
     in_flight: Mapping[str, int]
     leases: int
     replicas: int
     degraded: bool
 
     @property
-    def total_queued(self) -> int:
-        return sum(self.queued.values())
-
-    @property
     def at_rest(self) -> bool:
         """Whether every count of requests is 0."""
-        return not any((self.stock, self.total_queued, self.leases, *self.in_flight.values()))
+        return not any((self.stock, self.queued, self.leases, *self.in_flight.values()))
 
     @classmethod
     def read(cls, at_s: float, page: bytes) -> "Sample | None":
         """Parse an answer of `GET /api/v1/state`; None if it is malformed."""
         try:
-            state = json.loads(page)
-            return cls(
-                at_s=at_s,
-                stock=float(state["stock"]),
-                lower=float(state["bounds"]["lower"]),
-                upper=float(state["bounds"]["upper"]),
-                queued={str(band): int(count) for band, count in state["queue_length"].items()},
-                in_flight={str(address): int(count) for address, count in state["in_flight"].items()},
-                leases=int(state.get("leases", 0)),
-                replicas=len(state["replicas"]),
-                degraded=bool(state["degraded"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
+            state = State.model_validate_json(page)
+        except ValueError:
             return None
+        bounds, counts = state.bounds, (state.queued, state.in_flight, state.leases, len(state.replicas))
+        return cls(at_s, state.stock, bounds.lower, bounds.upper, *counts, state.degraded)
 
 
 @dataclass(frozen=True, slots=True)
