@@ -10,26 +10,19 @@ import bisect
 import contextlib
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import orjson
+import msgspec
 
-from picker_fleet.admission.ledger import METER_WINDOW_S
+from picker_fleet.admission.ledger import METER_WINDOW_S, ServiceReport
 from picker_fleet.domain.errors import StateFault
 from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueRow, ReplicaRow, group_of
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
-# Fields of a replica's report, with the types that each field may have.
-_REPORTED: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("host", "admin", "grpc", "version"), (str,)),
-    "degraded": (bool,),
-    "waiting": (int,),
-    "up_s": (int, float),
-}
 # Pause (seconds) between chunks of background work. A chunk takes about a millisecond. Decisions run during
 # the pauses, in the same event loop, so a chunk, rarely two, delays a decision.
 PAUSE_S = 0.01
@@ -44,9 +37,8 @@ class Served:
     truncated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """The report in a replica's last heartbeat. A field is None if it is missing or has a wrong type."""
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """The report in a replica's last heartbeat. A field is None if its line is missing or malformed."""
 
     id: str
     heartbeat_s_ago: float
@@ -57,28 +49,16 @@ class ReplicaReport:
     grpc: str | None = None
     version: str | None = None
     up_s: float | None = None
-    served: Served = Served()
+    served: ServiceReport | None = None
 
     @classmethod
     def parse(cls, row: ReplicaRow) -> "ReplicaReport":
-        report: dict[str, Any] = {}
+        report = cls(row.id, row.heartbeat_s_ago)
         for line in row.about.split("\n"):
-            with contextlib.suppress(orjson.JSONDecodeError):
-                part = orjson.loads(line)
-                report |= part if isinstance(part, dict) else {}
-        fields = {name: report[name] for name, types in _REPORTED.items() if type(report.get(name)) in types}
-        return cls(row.id, row.heartbeat_s_ago, **fields, served=_served(report))
-
-
-def _served(report: Mapping[str, Any]) -> Served:
-    """The cost served by flow, from the field `served` of a report; empty if the field is malformed."""
-    try:
-        served = report["served"]
-        bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
-        flows = {(int(each), str(flow)): float(cost) / METER_WINDOW_S for each, flow, cost in served["flows"]}
-        return Served(flows, bands, bool(served["cut"]))
-    except (KeyError, TypeError, ValueError):
-        return Served()
+            with contextlib.suppress(msgspec.MsgspecError):
+                part = msgspec.json.decode(line, type=dict[str, Any])
+                report = msgspec.convert({**msgspec.structs.asdict(report), **part, **asdict(row)}, cls)
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +194,17 @@ class FleetStateCache:
 
     async def _combine(self, found: FlowQueuePage, pause_s: float) -> FleetState:
         replicas = []
-        flows, bands, truncated = Counter[tuple[int, str]](), Counter[int](), False
+        flows, bands = defaultdict[tuple[int, str], float](float), defaultdict[int, float](float)
+        truncated = False
         for row in await self._store.reads.replicas():
             replica = ReplicaReport.parse(row)
             replicas.append(replica)
-            if replica.heartbeat_s_ago < self._silence_s:
-                flows.update(replica.served.flows)
-                bands.update(replica.served.bands)
-                truncated = truncated or replica.served.truncated
+            if replica.served is not None and replica.heartbeat_s_ago < self._silence_s:
+                for priority, flow, cost in replica.served["flows"]:
+                    flows[priority, flow] += cost / METER_WINDOW_S
+                for priority, cost in replica.served["priorities"]:
+                    bands[priority] += cost / METER_WINDOW_S
+                truncated = truncated or replica.served["cut"]
                 await asyncio.sleep(pause_s)
         return FleetState(
             tuple(found.queues),
