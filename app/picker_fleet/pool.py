@@ -19,7 +19,7 @@ from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
-from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admin.views import FleetView
 from picker_fleet.admission import budget_transfer
 from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.failover import FailoverTimes
@@ -254,16 +254,15 @@ class Pool:
             self.readings,
             self.routes.latencies,
             self._fleet_state,
+            self.chooser,
             replica=replica,
             pool=settings.pool,
         )
-        lists = FleetLists(self.store, self.membership, self._fleet_state, self.chooser, replica)
-        snapshots = SnapshotReader(view, lists, self.store.reads, decision_log=settings.decision_log.enabled)
+        snapshots = SnapshotReader(view, self.store.reads, decision_log=settings.decision_log.enabled)
         controls = FleetControls(self.store, self.membership, settings)
         self.operated = OperatedPool(
             settings.pool,
             view,
-            lists,
             controls,
             Events(snapshots),
             self.metrics,

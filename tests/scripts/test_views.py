@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from choosers import chooser_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetStateCache
-from picker_fleet.admin.views import BadCursor, FleetLists
+from picker_fleet.admin.protection import Refused
+from picker_fleet.admin.views import BadCursor, FleetView
 from picker_fleet.domain.bands import NAMED, Band
 from picker_fleet.state.reads import RankRange, group_of
 from picker_fleet.state.store import name_of
@@ -187,9 +188,11 @@ BOUNDS = dict.fromkeys(("watermark_per_backend", "lower_bound_per_backend", "upp
 CONFIG = {"fair_request_queue": QUEUE, "request_queue_controller": BOUNDS}
 
 
-def lists_of(replica: Replica, max_flows: int = MAX_FLOWS) -> FleetLists:
+def lists_of(replica: Replica, max_flows: int = MAX_FLOWS) -> FleetView:
     cache, chooser = FleetStateCache(replica.store, 60.0, max_flows), chooser_of(replica.cell)
-    return FleetLists(replica.store, replica.membership, cache, chooser, replica.name)
+    unused = [cast(Any, None)] * 2
+    reads = replica.store, replica.membership
+    return FleetView(*reads, *unused, cache, chooser, replica=replica.name, pool="default")
 
 
 async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[str, Any]]:
@@ -206,7 +209,7 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
 @contextlib.asynccontextmanager
 async def listed(
     fleet: OpenFleet, *requests: tuple[str, str, Band], **weights: float
-) -> AsyncIterator[tuple[Replica, FleetLists]]:
+) -> AsyncIterator[tuple[Replica, FleetView]]:
     """A replica with one request in flight and `requests` (id, flow, band) queued; the replica's lists. Flows
     have the weights `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
@@ -257,7 +260,8 @@ async def test_the_view_of_a_request_says_why_it_waits(fleet: OpenFleet) -> None
         await a.settle("runs")
         await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"
-        assert await lists.request("nobody") is None
+        with pytest.raises(Refused):
+            await lists.request("nobody")
 
 
 async def test_a_page_cursor_of_another_list_is_refused(fleet: OpenFleet) -> None:

@@ -19,7 +19,7 @@ from picker_fleet.admin.protection import Deadlines, RateLimit
 from picker_fleet.admin.server import serving
 from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
-from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admin.views import FleetView
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.fleet.heartbeat import Membership
@@ -27,7 +27,6 @@ from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 STATE: dict[str, Any] = EXAMPLES["State"]
-NO_LISTS = cast(FleetLists, None)  # for tests that read no lists of the fleet
 
 
 class View:
@@ -77,7 +76,6 @@ def api(
     store: ScriptedStore | None = None,
     settings: Settings | None = None,
     metrics: Metrics | None = None,
-    lists: FleetLists | None = None,
     events: Events | None = None,
     *,
     deadlines: Deadlines | None = None,
@@ -95,7 +93,6 @@ def api(
     pool = OperatedPool(
         settings.pool,
         shown,
-        lists or NO_LISTS,
         controls,
         events or Events(NoEvents()),
         metrics or Metrics(),

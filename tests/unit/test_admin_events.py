@@ -24,7 +24,7 @@ from picker_fleet.admin.events import (
     SnapshotReader,
 )
 from picker_fleet.admin.server import serving
-from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admin.views import FleetView
 from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.state.reads import Reads
 
@@ -176,13 +176,13 @@ class LoggedDecisions:
     logged = 0
 
     def reader(self, clock: Clock) -> SnapshotReader:
-        view, lists = AsyncMock(FleetView), AsyncMock(FleetLists)
+        view = AsyncMock(FleetView)
         view.state.return_value = models.State.model_validate(STATE)
         view.endpoints.return_value = []
-        lists.flows.return_value = models.Flows(flows=[], total=0, cursor=None)
-        lists.busiest.return_value = models.Workloads(workloads=[], total=0, cursor=None)
-        lists.replicas.return_value = models.Replicas(replicas=[])
-        return SnapshotReader(view, lists, cast(Reads, self), decision_log=True, clock=clock)
+        view.flows.return_value = models.Flows(flows=[], total=0, cursor=None)
+        view.busiest.return_value = models.Workloads(workloads=[], total=0, cursor=None)
+        view.replicas.return_value = models.Replicas(replicas=[])
+        return SnapshotReader(view, cast(Reads, self), decision_log=True, clock=clock)
 
     async def decisions(self, most: int) -> list[dict[str, str]]:
         entry = dict.fromkeys(("event", "request", "flow", "workload", "endpoint", "by", "note"), "")

@@ -2,20 +2,22 @@
 
 import base64
 import functools
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
-from admin_client import api, asking
+from admin_client import View, api, asking
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from scripted_store import ScriptedStore
 
 from picker_fleet.admin import views
-from picker_fleet.admin.models import Flows
+from picker_fleet.admin.fleet_state import FleetState
 from picker_fleet.admin.queue_order import Position, PredictedRequest, count_before, predicted_order
-from picker_fleet.admin.views import BadCursor, FleetLists, decode_cursor, encode_cursor
-from picker_fleet.domain.config import parse
+from picker_fleet.admin.views import BadCursor, FleetView, decode_cursor, encode_cursor
+from picker_fleet.domain.config import Settings, parse
+from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.state.reads import FlowQueueRow
 
 SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
@@ -128,16 +130,15 @@ PATH_EXAMPLES = {
 }  # fmt: skip
 
 
-class NoRows:
-    """Stands for FleetLists: the lists are empty, but cursors are checked."""
+class NoRows(View, FleetView):
+    """A replica of a pool without flows, workloads and requests."""
 
-    async def flows(self, limit: int, cursor: str | None, band: Any) -> Flows:
-        decode_cursor(str(cursor), views.OF_FLOWS)
-        return Flows(flows=[], total=0, cursor=None)
-
-    async def nothing(self, name: str) -> None: ...
-
-    flow = workload = request = nothing
+    def __init__(self) -> None:
+        super().__init__()
+        empty = {"flow_queue.return_value": [], "workload.return_value": None, "request.return_value": None}
+        self._store, self._chooser = Mock(reads=AsyncMock(**empty)), Mock(**{"explain.return_value": None})
+        self._cache = AsyncMock(**{"get.return_value": FleetState()})
+        self._membership = Mock(effective=KnownFleet(Settings()).config)
 
 
 @functools.cache
@@ -210,7 +211,7 @@ PROVOKED: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
 
 async def test_a_fault_is_answered_with_a_problem_document_that_has_its_code() -> None:
     store = ScriptedStore()
-    app = api(None, store, parse({"admin": {"rate": 1e6}}), lists=cast(FleetLists, NoRows()))
+    app = api(NoRows(), store, parse({"admin": {"rate": 1e6}}))
     async with asking(app) as http:
         for method, path, status, code, asked, more in PROVOKED:
             store.evicting = more.get("where", "evicted")

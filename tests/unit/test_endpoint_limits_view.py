@@ -45,7 +45,7 @@ class Replica:
 
     def view(self) -> FleetView:
         parts = [cast(Any, self)] * 4
-        return FleetView(*parts, cache=cast(Any, None), replica="r", pool="default")
+        return FleetView(*parts, cast(Any, None), cast(Any, None), replica="r", pool="default")
 
 
 async def rows(view: FleetView) -> dict[str, tuple[object, ...]]:

@@ -34,7 +34,7 @@ from picker_fleet.admin.protection import (
 )
 from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.admin.usage import UsageExport
-from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admin.views import FleetView
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Role
 from picker_fleet.telemetry.metrics import Metrics
@@ -104,7 +104,6 @@ class OperatedPool:
 
     name: str
     view: FleetView
-    lists: FleetLists
     controls: FleetControls
     events: Events
     metrics: Metrics
@@ -182,8 +181,7 @@ def _add_pool(
 
     state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", faults(503))
     changing = group("changes", faults(403, 503), "operator")
-    _add_state(state, pool.view, deadlines)
-    _add_lists(state, pool.lists, deadlines)
+    _add_views(state, pool.view, deadlines)
     usage.add_routes(state, pool.usage, pool.tenants, deadlines)
     _add_list_of_pools(stream, pools)
     _add_events(stream, pool.events)
@@ -233,7 +231,7 @@ def _add_metrics(app: FastAPI, text: MetricsText) -> None:
         return Response(content, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None:
+def _add_views(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None:
     limit_s = deadlines.read_s
 
     @routes.get("/state", summary="The state of the fleet")
@@ -246,14 +244,10 @@ def _add_state(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
         """Every endpoint with status, requests in flight, and values from the endpoint's metrics page."""
         return await within(limit_s, view.endpoints())
 
-
-def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> None:
-    limit_s = deadlines.read_s
-
     @routes.get("/replicas", summary="Replicas")
     async def replicas() -> models.Replicas:
         """Every known replica, live replicas first."""
-        return await within(limit_s, lists.replicas())
+        return await within(limit_s, view.replicas())
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)
     async def flows(limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None) -> Response:
@@ -261,48 +255,39 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
 
         Start tags grow while flows are served, so a flow may appear on two pages, but no flow is left out.
         """
-        return _json(await within(limit_s, lists.flows(limit, cursor, band)))
+        return _json(await within(limit_s, view.flows(limit, cursor, band)))
 
     @routes.get("/flows/{flow:path}", summary="One flow", responses=_UNKNOWN)
     async def flow(flow: _FlowName) -> models.FlowDetail:
         """One flow; its name may contain any character, even `/`."""
-        found = await within(limit_s, lists.flow(flow))
-        if found is None:
-            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served lately")
-        return found
+        return await within(limit_s, view.flow(flow))
 
     @routes.get("/queue", summary="Requests that wait", response_model=models.Queue, responses=_PAGED)
     async def queue(
         limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
         """Waiting requests in the predicted dispatch order; `order` describes that order and its limits."""
-        return _json(await within(limit_s, lists.queue(limit, cursor, band, flow)))
+        return _json(await within(limit_s, view.queue(limit, cursor, band, flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
     async def inflight(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
         """Requests in flight, in the order in which their leases end."""
-        return _json(await within(limit_s, lists.in_flight(limit, cursor)))
+        return _json(await within(limit_s, view.in_flight(limit, cursor)))
 
     @routes.get("/workloads", summary="Workloads", response_model=models.Workloads, responses=_PAGED)
     async def workloads(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
         """Known workloads, unordered; workloads that come or go between two pages may be missing."""
-        return _json(await within(limit_s, lists.workloads(limit, cursor)))
+        return _json(await within(limit_s, view.workloads(limit, cursor)))
 
     @routes.get("/workloads/{workload_id:path}", summary="One workload", responses=_UNKNOWN)
     async def workload(workload_id: _WorkloadId) -> models.Workload:
         """One workload; its id may contain any character."""
-        found = await within(limit_s, lists.workload(workload_id))
-        if found is None:
-            raise Refused(404, "unknown_workload", "no such workload has sent a request lately")
-        return found
+        return await within(limit_s, view.workload(workload_id))
 
     @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_UNKNOWN)
     async def request(request_id: RequestId) -> models.RequestStatus:
         """Where a request is and why; the replica that placed the request also explains the endpoint."""
-        found = await within(limit_s, lists.request(request_id))
-        if found is None:
-            raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
-        return found
+        return await within(limit_s, view.request(request_id))
 
 
 def _add_list_of_pools(routes: APIRouter, pools: Sequence[OperatedPool]) -> None:

@@ -98,13 +98,13 @@ class FleetControls:
                 changes = {}
         return await self.config()
 
-    async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
-        """Make a change; record it and its operator in the log and in `changes`. A refused change is not
-        recorded. If Redis does not reply, the recorded outcome is `unknown`.
+    async def noted(self, request: Request, limit_s: float, change: Awaitable[_T]) -> _T:
+        """Make a change within `limit_s`; record it and its operator in the log and in `changes`. A refused
+        change is not recorded. If Redis does not reply, the recorded outcome is `unknown`.
         """
         outcome = "unknown"
         try:
-            made = await change
+            made = await within(limit_s, change)
             outcome = "made"
         except (HTTPException, Refused, ConfigError):
             outcome = ""
@@ -180,9 +180,6 @@ def add_routes(
     change the fleet to `changing`."""
     limit_s = deadlines.change_s
 
-    async def made(request: Request, change: Awaitable[_T]) -> _T:
-        return await controls.noted(request, within(limit_s, change))
-
     @reading.get("/config", summary="The configuration in force")
     async def config() -> models.Config:
         """The configuration in force, and the live changes that it includes."""
@@ -205,17 +202,17 @@ def add_routes(
         The body is a partial settings tree; null reverts a change. All of the body takes effect, or nothing.
         """
         patch = await read_object(request, deadlines.body_s)
-        return await made(request, controls.change(patch))
+        return await controls.noted(request, limit_s, controls.change(patch))
 
     @changing.post("/pause", summary="Stop dispatching")
     async def pause(request: Request) -> models.Dispatch:
         """Stop dispatching: arrivals wait or are refused, running requests finish."""
-        return await made(request, controls.pause(True))
+        return await controls.noted(request, limit_s, controls.pause(True))
 
     @changing.post("/resume", summary="Continue dispatching")
     async def resume(request: Request) -> models.Dispatch:
         """Resume dispatching requests from the queue."""
-        return await made(request, controls.pause(False))
+        return await controls.noted(request, limit_s, controls.pause(False))
 
     @changing.post(
         "/requests/{request_id:path}/evict",
@@ -224,17 +221,17 @@ def add_routes(
     )
     async def evict(request: Request, request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
-        return await made(request, controls.evict(request_id))
+        return await controls.noted(request, limit_s, controls.evict(request_id))
 
     @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses=faults(404))
     async def drain(request: Request, address: Address) -> models.Drained:
         """Send no new requests to an endpoint; requests that run there finish."""
-        return await made(request, controls.drain(address, True))
+        return await controls.noted(request, limit_s, controls.drain(address, True))
 
     @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses=faults(404))
     async def undrain(request: Request, address: Address) -> models.Drained:
         """End the drain of an endpoint: send new requests to it again."""
-        return await made(request, controls.drain(address, False))
+        return await controls.noted(request, limit_s, controls.drain(address, False))
 
 
 async def read_object(request: Request, limit_s: float) -> dict[str, Any]:

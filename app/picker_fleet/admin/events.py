@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import PAUSE_S
-from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.admin.views import FleetView
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.errors import RequestError
 from picker_fleet.state.reads import Reads
@@ -62,14 +62,12 @@ class SnapshotReader:
     def __init__(
         self,
         view: FleetView,
-        lists: FleetLists,
         reads: Reads,
         *,
         decision_log: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
-        self._lists = lists
         self._reads = reads
         self._decision_log = decision_log
         self._clock = clock
@@ -82,9 +80,9 @@ class SnapshotReader:
         self._read_at_s = self._clock()
         state = await self._view.state()
         await asyncio.sleep(PAUSE_S)
-        flows = await self._lists.flows(_ROWS, None, None)
+        flows = await self._view.flows(_ROWS, None, None)
         await asyncio.sleep(PAUSE_S)
-        workloads = await self._lists.busiest(_ROWS)
+        workloads = await self._view.busiest(_ROWS)
         await asyncio.sleep(PAUSE_S)
         snapshot = models.Snapshot(
             at=state.now_us / 1e6,
@@ -94,7 +92,7 @@ class SnapshotReader:
             workloads=workloads.workloads,
             workloads_total=workloads.total,
             endpoints=await self._view.endpoints(),
-            replicas=(await self._lists.replicas()).replicas,
+            replicas=(await self._view.replicas()).replicas,
         )
         events = [Event("snapshot", snapshot)]
         await asyncio.sleep(PAUSE_S)
@@ -109,7 +107,7 @@ class SnapshotReader:
         return [Event("decisions", models.Decisions(entries=self._decisions, skipped=0))]
 
     async def _new_decisions(self) -> models.Decisions:
-        bands = self._lists.bands
+        bands = self._view.bands
         found = [_decision(fields, bands) for fields in await self._reads.decisions(_MAX_DECISIONS)]
         before, self._decisions = self._decisions, found
         last, newest = _newest(before or []), _newest(found)

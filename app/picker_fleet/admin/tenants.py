@@ -6,7 +6,7 @@ decision. `add_routes` adds the calls to the API.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -250,8 +250,7 @@ def add_routes(
     """Add the calls that read the tree to `reading`, and the calls that change it, which `controls` records,
     to `changing`."""
 
-    async def made(request: Request, change: Awaitable[models.TenantChange]) -> models.TenantChange:
-        return await controls.noted(request, within(deadlines.change_s, change))
+    limit_s = deadlines.change_s
 
     @reading.get("/tenants", summary="The tenants", responses=faults(400, 404))
     async def tenants(cursor: models.Cursor = None) -> models.Tenants:
@@ -272,12 +271,12 @@ def add_routes(
     async def put(request: Request, tenant: _Path) -> models.TenantChange:
         """Put a node's settings in force in place of the configured ones; the body is the whole node."""
         body = await read_object(request, deadlines.body_s)
-        return await made(request, tree.put(request, tenant, body))
+        return await controls.noted(request, limit_s, tree.put(request, tenant, body))
 
     @changing.delete("/tenants/{tenant:path}", summary="Undo a tenant's change", responses=faults(404))
     async def undo(request: Request, tenant: _Path) -> models.TenantChange:
         """Remove a node's live change, so that the configured settings, if any, are in force again."""
-        return await made(request, tree.undo(request, tenant))
+        return await controls.noted(request, limit_s, tree.undo(request, tenant))
 
     @changing.post(
         "/tenants/{tenant:path}/top-up",
@@ -292,4 +291,4 @@ def add_routes(
             asked = models.TopUp.model_validate(body)
         except ValidationError as fault:
             raise RequestValidationError(fault.errors()) from None
-        return await made(request, tree.top_up(request, tenant, asked))
+        return await controls.noted(request, limit_s, tree.top_up(request, tenant, asked))

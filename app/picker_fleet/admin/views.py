@@ -1,8 +1,7 @@
 """The read side of the admin API: reads the fleet's state and returns it as the models in models.py.
 
-`FleetView` returns the state, endpoints and health; `FleetLists` returns lists page by page, at a cost that
-does not grow with the queue. `FleetView` and `FleetLists` raise StateFault if Redis cannot be read. The
-routes (api.py) and the event stream (events.py) call these views.
+`FleetView` returns the state, endpoints and health, and lists page by page, at a cost that does not grow with
+the queue. The routes (api.py) and the event stream (events.py) call the view.
 """
 
 import base64
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetState, FleetStateCache, ReplicaReport, total
+from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.queue_order import (
     Position,
     PredictedRequest,
@@ -118,7 +118,8 @@ def _page(
 
 
 class FleetView:
-    """The fleet's state, its endpoints, and this replica's health.
+    """The fleet's state, its endpoints and lists, and this replica's health. Methods raise StateFault if
+    Redis cannot be read, BadCursor for a cursor of another list, and Refused (404) for an unknown name.
 
     A replica becomes ready with its first heartbeat to an existing pool. A replica that loses Redis stays
     ready, because it still admits requests; its health reports the fault to operators.
@@ -131,6 +132,7 @@ class FleetView:
         readings: MetricsCache,
         latencies: LatencyTracker,
         cache: FleetStateCache,
+        chooser: EndpointChooser,
         *,
         replica: str,
         pool: str,
@@ -140,6 +142,7 @@ class FleetView:
         self._readings = readings
         self._latencies = latencies
         self._cache = cache
+        self._chooser = chooser  # explains how this replica chose endpoints
         self._identity = {"replica": replica, "pool": pool}
         self._found: Mapping[str, FoundLimit] = {}  # the limits as last read; empty in mode `static`
 
@@ -270,44 +273,6 @@ class FleetView:
     def health(self, status: str, components: dict[str, str]) -> models.Health:
         return models.Health(status=status, components=components, **self._identity)
 
-
-def _moved(
-    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, now_us: int
-) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit`, and the seconds since the fleet set the limit to that number."""
-    if limit is None or found is None:
-        return None, None
-    if limit < found.limit:
-        if limit == endpoint.max_inflight:
-            return f"max_inflight of discovery; the fleet found {found.limit}", None
-        return f"the endpoint answered that it is full; the fleet found {found.limit}", None
-    return found.reason, max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
-
-
-def _ejected(ejection: Ejection | None) -> models.Ejected | None:
-    if ejection is None:
-        return None
-    return models.Ejected(reason=ejection.reason, until=datetime.fromtimestamp(ejection.until_ms / 1000, UTC))
-
-
-class FleetLists:
-    """The lists of flows, requests, workloads and replicas. Methods raise BadCursor for a cursor of another
-    list. The lookup of an unknown flow, request or workload returns None."""
-
-    def __init__(
-        self,
-        store: Store,
-        membership: Membership,
-        cache: FleetStateCache,
-        chooser: EndpointChooser,
-        replica: str,
-    ) -> None:
-        self._store = store
-        self._membership = membership
-        self._cache = cache
-        self._chooser = chooser  # explains how this replica chose endpoints
-        self._replica = replica
-
     @property
     def bands(self) -> Bands:
         """The configured bands."""
@@ -346,7 +311,7 @@ class FleetLists:
         )
         return models.Flows(flows=self._flows(page, fleet), total=total(totals, priority), cursor=following)
 
-    async def flow(self, name: str) -> models.FlowDetail | None:
+    async def flow(self, name: str) -> models.FlowDetail:
         queues = await self._store.reads.flow_queue(name)
         fleet = await self._cache.get()
         bands = self.bands
@@ -358,7 +323,7 @@ class FleetLists:
             for each in sorted(priorities, reverse=True)
         }
         if not queues and not any(served.values()):
-            return None
+            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served lately")
         effective = self._membership.effective
         return models.FlowDetail(
             flow=name,
@@ -406,13 +371,14 @@ class FleetLists:
         rows = [models.Running(**_placed(each.entry, bands), lease_in_s=each.lease_in_s) for each in page]
         return models.Inflight(requests=rows, total=total, cursor=following)
 
-    async def request(self, request_id: str) -> models.RequestStatus | None:
+    async def request(self, request_id: str) -> models.RequestStatus:
         explained = self._chooser.explain(request_id)
         explanation = None if explained is None else explained.to_dict()
         found = await self._store.reads.request(request_id)
         if found is None:
             if explanation is None:
-                return None
+                detail = "neither the pool nor this replica knows of the request"
+                raise Refused(404, "unknown_request", detail)
             why = (
                 "this replica placed it; it has ended since, or the pool has lost it"
                 if explanation["chosen"]
@@ -470,14 +436,16 @@ class FleetLists:
             workloads=[self._workload(row) for row in found[:limit]], total=total, cursor=None
         )
 
-    async def workload(self, workload_id: str) -> models.Workload | None:
+    async def workload(self, workload_id: str) -> models.Workload:
         row = await self._store.reads.workload(workload_id)
-        return None if row is None else self._workload(row)
+        if row is None:
+            raise Refused(404, "unknown_workload", "no such workload has sent a request lately")
+        return self._workload(row)
 
     async def replicas(self) -> models.Replicas:
         silence_s = self._membership.effective.settings.leases.replica_silence
         reports = (await self._cache.get()).replicas
-        found = [_replica(each, this=self._replica, silence_s=silence_s) for each in reports]
+        found = [_replica(each, this=self._identity["replica"], silence_s=silence_s) for each in reports]
         return models.Replicas(replicas=sorted(found, key=lambda each: (not each.live, each.id)))
 
     def _flows(self, queues: Sequence[FlowQueueRow], fleet: FleetState) -> list[models.Flow]:
@@ -520,6 +488,25 @@ class FleetLists:
         """The workload, with the score that a request arriving now would have, criticality excluded."""
         settings = self._membership.effective.settings
         return models.Workload(**row._asdict(), score=_arrival_score(row, settings))
+
+
+def _moved(
+    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, now_us: int
+) -> tuple[str | None, float | None]:
+    """Why the limit in force is `limit`, and the seconds since the fleet set the limit to that number."""
+    if limit is None or found is None:
+        return None, None
+    if limit < found.limit:
+        if limit == endpoint.max_inflight:
+            return f"max_inflight of discovery; the fleet found {found.limit}", None
+        return f"the endpoint answered that it is full; the fleet found {found.limit}", None
+    return found.reason, max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
+
+
+def _ejected(ejection: Ejection | None) -> models.Ejected | None:
+    if ejection is None:
+        return None
+    return models.Ejected(reason=ejection.reason, until=datetime.fromtimestamp(ejection.until_ms / 1000, UTC))
 
 
 def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
