@@ -264,11 +264,7 @@ async def test_a_body_with_trailers_reaches_its_model_server_once(
 
 CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
 INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # a tool call's input, not the answer's usage
-ECHOED = {
-    "instructions": '": 1, "usage": {"input_tokens": 1}} \\',
-    "tools": [INPUT],
-    "metadata": {"usage": "1"},
-}
+ECHOED = {"instructions": '": 1, "usage": {"input_tokens": 1}} \\', "tools": [INPUT]}
 RESPONSE = {**ECHOED, "id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 9}}
 ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),

@@ -12,15 +12,25 @@ local byte, find, sub = string.byte, string.find, string.sub
 local QUOTE, BACKSLASH, COLON = byte('"'), byte("\\"), byte(":")
 local OPEN, CLOSE, OPEN_LIST, CLOSE_LIST = byte("{"), byte("}"), byte("["), byte("]")
 
+-- The position of the first byte from `at` on that is no white space, and this byte; nil at the end of the text.
+local function skip_blanks(text, at)
+  local char = byte(text, at)
+  while char == 32 or char and char >= 9 and char <= 13 do
+    at = at + 1
+    char = byte(text, at)
+  end
+  return at, char
+end
+
 -- Read the string at `at` in an object with keys to read, and the value if the string is such a key. Returns where to
 -- read on, or nil if key or value go on in the next chunk; and whether that is within a string.
 local function read_key(answer, text, at)
   local stop = find(text, '"', at + 1, true)
-  local next = stop and find(text, "%S", stop + 1)
-  if not next and #text - at < LONGEST then
+  local next, char = skip_blanks(text, stop and stop + 1 or #text + 1)
+  if not char and #text - at < LONGEST then
     return nil, false
   end
-  if not next or byte(text, next) ~= COLON or byte(text, stop - 1) == BACKSLASH then -- no key to read
+  if char ~= COLON or byte(text, stop - 1) == BACKSLASH then -- no key to read
     return at + 1, true
   end
   local object = answer.nodes[answer.known]
@@ -28,15 +38,16 @@ local function read_key(answer, text, at)
   if not name then
     return next + 1, false
   end
-  local value = find(text, "%S", next + 1)
-  local is_text = value and byte(text, value) == QUOTE
-  local last = value and find(text, is_text and '"' or "[%[{,}%s]", is_text and value + 1 or value)
+  local value
+  value, char = skip_blanks(text, next + 1)
+  local is_text = char == QUOTE
+  local last = find(text, is_text and '"' or "[%[{,}%s]", is_text and value + 1 or value)
   if not last then -- the value goes on in the next chunk, or is too long to be kept
     return #text - at >= LONGEST and next + 1 or nil, false
   end
   local found = sub(text, value, last - 1)
   if type(name) == "table" then
-    if byte(text, value) == OPEN then
+    if char == OPEN then
       answer.depth, answer.known = answer.depth + 1, answer.known + 1
       answer.nodes[answer.known] = name
       answer.found.error = answer.found.error or name == object.error
