@@ -172,6 +172,7 @@ _HALVES = (
     b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
     _request("/v1/completions", _ask())[:-10],
     b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
+    b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # the answer has no end
 )
 
 
@@ -431,12 +432,12 @@ async def _path(target: Target, number: int) -> str:
 
 # The admin port
 
-_READS = ("/metrics", "/metrics", "/metrics", "/openapi.json", "/docs", "/healthz", "/api/v1/state")
+_READS = (*("/metrics",) * 3, "/openapi.json", "/docs", "/healthz", "/api/v1/state", "/none")
 
 
 async def _read(target: Target, number: int) -> str:
     path = _READS[number % len(_READS)]
-    host = ("localhost", "rebound.example")[number % 2]
+    host = ("localhost", "rebound.example", "[")[number % 3]
     request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
     async with _connected(_admin(target, number)) as (reader, writer):
         writer.write(request)

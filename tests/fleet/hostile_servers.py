@@ -4,13 +4,20 @@ one byte at a time (`slow`). Both answer requests with valid JSON that has no co
 
 import asyncio
 import contextlib
+import itertools
 import sys
 
 from model_servers import http_answer, read_request
 
 from picker_fleet.domain.units import split_host_port
 
-_ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
+_ANSWERS = itertools.cycle(
+    [
+        http_answer(b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'),
+        http_answer(b'{"usage":' * 1800 + b"1" + b"}" * 1800),
+        http_answer(b"data: 1\n\n", kind="text/event-stream"),
+    ]
+)
 _LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
 _PAGE_LINES = 80_000  # a page of 4 MiB
 _PAUSE_S = 0.05
@@ -21,7 +28,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slo
         while True:
             request = await read_request(reader)
             if "/metrics" not in request.path:
-                writer.write(http_answer(_ANSWER))
+                writer.write(next(_ANSWERS))
                 await writer.drain()
             elif slow:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
