@@ -255,8 +255,7 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(bootstrap: Mapping[str, Any]) -> str:
-    text: str = yaml.dump(dict(bootstrap), Dumper=_Dumper, sort_keys=False, width=110)
-    return text
+    return str(yaml.dump(dict(bootstrap), Dumper=_Dumper, sort_keys=False, width=110))
 
 
 def _replicas(
@@ -374,12 +373,6 @@ class _Manager:
         return any(each.tenants is not None for each in pools_of(self.settings).values())
 
     @property
-    def _needs_cached_tokens(self) -> bool:
-        """Whether a pool's prices or prefix index read an answer's cached tokens."""
-        scheduling = [each.scheduling for each in pools_of(self.settings).values()]
-        return self._has_tenants or any("prefix-affinity" in each.scorers for each in scheduling)
-
-    @property
     def _tenant_headers(self) -> Sequence[str]:
         """The headers that name tenants, in any pool."""
         sections = [each.tenants for each in pools_of(self.settings).values()]
@@ -417,7 +410,10 @@ class _Manager:
         attempts = [_fault_log("only_failed_attempts")]
         if self.mode == "standard":  # the picker reads usage, and sees the answer end
             return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=None)]
-        filters.append(_part("usage", script=_usage_script(reads_cached=self._needs_cached_tokens)))
+        # An answer's cached tokens are read by tenants' prices and by the prefix index.
+        scorers = [each.scheduling.scorers for each in pools_of(self.settings).values()]
+        reads_cached = self._has_tenants or any("prefix-affinity" in each for each in scorers)
+        filters.append(_part("usage", script=_usage_script(reads_cached=reads_cached)))
         attempts.append(_request_log(_part("only_multiplexed"), PLACED_HEADER))
         id_and_token = f"%DYNAMIC_METADATA(picker:id)% {TOKEN_MARK}%DYNAMIC_METADATA(picker:token)%"
         if self.mode == "http":

@@ -13,18 +13,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
-
-from rich.console import Console
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 from picker_fleet.domain.errors import MissingExtra, PickerError, StartupError
 from picker_tools.local_fleet import die_with_parent
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Report:
     """Prints lines to `console` (default: stdout), and flushes each at once."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: "Console | None" = None) -> None:
+        from rich.console import Console  # in an extra, which `picker envoy-config` does not need
+
         self._console = console or Console(highlight=False)
 
     def ready(self, name: str, where: str) -> None:
