@@ -31,11 +31,7 @@ local function set_tenants(args)
     pool.touched = true
     if settings.tenants then
       if counts_running then quotas.count_running('0') end
-      for _, band in ipairs(BANDS) do -- a limit may have been raised
-        for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, 99)) do
-          queue.unthrottle(band, member)
-        end
-      end
+      for _, band in ipairs(BANDS) do queue.unthrottle_some(band) end -- a limit may have been raised
     end
   end
   return finish_call({tostring(version)})

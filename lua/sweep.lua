@@ -290,9 +290,7 @@ local function sweep(args)
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
   end
   for _, band in ipairs(BANDS) do
-    for _, flow_queue in ipairs(read('ZRANGE', key.throttled[band], 0, CHUNK - 1)) do
-      queue.unthrottle(band, flow_queue)
-    end
+    queue.unthrottle_some(band)
     upkeep.drop_stray_flow_queues(band, CHUNK)
     if fresh and settings.tenants then tenants.drop_idle_nodes(band, CHUNK, idle_ms) end
     if upkeep.drop_finish_tags(band, LIGHT) then more = true end
@@ -332,7 +330,8 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
   if fresh and settings.tenants then quotas.drop_idle_balances(3 * CHUNK) end
-  if settings.tenants and (bounds_cursor or '0') ~= '0' and quotas.count_running(bounds_cursor) then more = true end
+  local counts = settings.tenants and (bounds_cursor or '0') ~= '0'
+  if counts and (fresh or quotas.count_running(bounds_cursor)) then more = true end
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),

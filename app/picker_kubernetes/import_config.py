@@ -1,8 +1,7 @@
 """Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
 
 A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each other key. The
-command also converts limits of tenants (import_tenants.py).
-docs/migration.md documents the mapping.
+command also converts limits of tenants (import_tenants.py). docs/migration.md documents the mapping.
 """
 
 import argparse
@@ -484,7 +483,8 @@ def read(paths: Sequence[Path]) -> Imported:
             result.remarks.append(f"only the {KIND} in it is imported")
         return result
     except (OSError, UnicodeDecodeError, YamlFault, ConfigError) as fault:
-        raise ConfigError(f"{', '.join(map(str, paths))}: {fault}") from fault
+        where = getattr(fault, "filename", ", ".join(map(str, paths)))
+        raise ConfigError(f"{where}: {getattr(fault, 'strerror', fault)}") from fault
 
 
 def _configs(tree: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:

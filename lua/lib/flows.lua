@@ -407,6 +407,12 @@ do
     return true
   end
 
+  -- Put some throttled members of a band back in order, since what they wait for may have changed.
+  local SOME = 16
+  function queue.unthrottle_some(band)
+    for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, SOME - 1)) do queue.unthrottle(band, member) end
+  end
+
   -- The start tag of a member that is in order, else false.
   function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
 

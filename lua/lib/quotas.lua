@@ -253,7 +253,7 @@ do -- a chunk may have 200 locals
   -- Charge request r to `limits`, a list of `tenants.charges`; with `sign` -1 refund it.
   local function charge(r, limits, sign, phase)
     add(limits, amounts_of(r), sign)
-    r.charged = limits.after
+    r.charged = tenants.charged(r.charged, limits, sign)
     if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, phase) end
   end
 
@@ -329,8 +329,16 @@ do -- a chunk may have 200 locals
   function quotas.start(r, sign)
     local found = nodes_of(r)
     if not found then return end
-    local limits = tenants.charges(found, r)
-    charge(r, sign > 0 and limits.start or limits.sent_back, sign, 'grant')
+    local lists = tenants.charges(found, r)
+    local limits = lists.start
+    if sign < 0 then
+      limits = {}
+      for _, limit in ipairs(lists.charged) do
+        if limit.node.over_limit == 'queue' then limits[#limits + 1] = limit end
+      end
+      for _, node in ipairs(found) do limits[#limits + 1] = node.served end
+    end
+    charge(r, limits, sign, 'grant')
     starting = nil
   end
 
@@ -500,22 +508,25 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Charge running requests to limits on requests in flight that were set after they started: a few requests, from the
-  -- `cursor` of a scan on. Return whether further calls must count more; the sweep makes them.
-  local COUNTED = 50
+  -- Charge running requests to limits on requests in flight that were set after they started: about COUNTED requests,
+  -- from the `cursor` of a scan on. Return whether further calls must count more; the sweep makes them.
+  local COUNTED, MOST_SCANNED = 16, 200
   function quotas.count_running(cursor)
-    local scan, ids = read('ZSCAN', key.inflight, cursor, 'COUNT', COUNTED), {}
-    for i = 1, #scan[2], 2 do ids[#ids + 1] = scan[2][i] end
-    record.prefetch(ids, #ids)
-    for _, id in ipairs(ids) do
-      local r = record.read(id)
-      if r and r.tenancy == 0 then
+    local running = math.max(read('ZCARD', key.inflight), 1)
+    local most = math.min(math.ceil(COUNTED * read('HLEN', key.requests) / running), MOST_SCANNED)
+    local scan = read('HSCAN', key.requests, cursor, 'COUNT', most)
+    for i = 1, #scan[2], 2 do
+      local r = record.from_scan(scan[2][i], scan[2][i + 1])
+      local runs = r and not record.is_waiting(r)
+      if runs and r.tenancy == 0 then
         r.charged_prompt, r.charged_answer, r.charged, r.demoted, r.tenancy = 0, 0, '', 0, settings.tenancy or 1
       end
-      local found = r and nodes_of(r)
-      local bound = found and tenants.charges(found, r).bound
-      if bound and bound[1] then
-        charge(r, bound, 1, 'running')
+      local found, bounds = runs and nodes_of(r), {}
+      for _, limit in ipairs(found and tenants.charges(found, r).uncharged or {}) do
+        if limit.unit == 'parallel' then bounds[#bounds + 1] = limit end
+      end
+      if bounds[1] then
+        charge(r, bounds, 1, 'running')
         record.put(r)
       end
     end

@@ -113,54 +113,63 @@ do -- a chunk may have 200 locals
   local function add(list, it) list[#list + 1] = it end
 
   -- Return the limits that request r's nodes (`found`) have, in lists: `charged` and `uncharged`, by whether they have
-  -- charged r; of the charged ones `running`, on requests in flight. Further lists
-  -- have the limits that a step of r changes, and r's `charged` after the step: `arrive`, `start`, `sent_back` (to the
-  -- queue), `bound` (r runs, and a node has got a limit on requests in flight). No node that demotes charges a demoted
-  -- request.
+  -- charged r; of the charged ones `running`, on requests in flight; of the uncharged ones `arrive`, which charge r
+  -- when it arrives; and `start`, all uncharged ones and the counts of the cost served. No node that demotes charges a
+  -- demoted request. Thousands of flows have such lists, so empty lists are one table.
+  local NONE = {}
+  local function put(lists, name, limit)
+    if lists[name] == NONE then lists[name] = {} end
+    add(lists[name], limit)
+  end
+
   local function find_charges(found, r)
-    local charged = r.charged
-    local lists = {charged = {after = ''}, uncharged = {}, running = {}, arrive = {after = charged},
-      start = {after = charged}, sent_back = {}, bound = {after = charged}}
-    local function charge(list, limit)
-      add(list, limit)
-      list.after = list.after .. limit.code
-    end
-    local returned = {}
+    local lists = {charged = NONE, running = NONE, uncharged = NONE, arrive = NONE, start = NONE}
     for _, node in ipairs(found) do
-      local waits = node.over_limit == 'queue'
       for _, limit in ipairs(node.limits) do
-        if string.find(charged, limit.code, 1, true) then
-          add(lists.charged, limit)
-          if limit.unit == 'parallel' then add(lists.running, limit) end
-          if waits then
-            add(lists.sent_back, limit)
-            returned[limit.code] = ''
-          end
+        if string.find(r.charged, limit.code, 1, true) then
+          put(lists, 'charged', limit)
+          if limit.unit == 'parallel' then put(lists, 'running', limit) end
         elseif not (r.demoted == 1 and node.over_limit == 'demote') then
-          add(lists.uncharged, limit)
-          charge(lists.start, limit)
-          if not waits then charge(lists.arrive, limit) end
-          if limit.unit == 'parallel' then charge(lists.bound, limit) end
+          put(lists, 'uncharged', limit)
+          put(lists, 'start', limit)
+          if node.over_limit ~= 'queue' then put(lists, 'arrive', limit) end
         end
       end
-      if node.served then
-        add(lists.start, node.served)
-        add(lists.sent_back, node.served)
-      end
+      if node.served then put(lists, 'start', node.served) end
     end
-    lists.sent_back.after = string.gsub(charged, '[^,]+,', returned)
-    found.charges[r.demoted][charged] = lists
+    local known = r.demoted == 1 and 'charges_of_demoted' or 'charges'
+    found[known] = found[known] or {}
+    found[known][r.charged] = lists
     return lists
   end
 
-  function tenants.charges(found, r) return found.charges[r.demoted][r.charged] or find_charges(found, r) end
+  function tenants.charges(found, r)
+    local known = found[r.demoted == 1 and 'charges_of_demoted' or 'charges']
+    return known and known[r.charged] or find_charges(found, r)
+  end
+
+  -- Return a record's `charged` once `limits` also have charged it, or have refunded it (`sign` -1).
+  function tenants.charged(charged, limits, sign)
+    if limits.after or not limits[1] then return limits.after or charged end
+    for i = 1, #limits do
+      local code = limits[i].code or '' -- a count of the cost served has none
+      if sign > 0 then
+        charged = charged .. code
+      else
+        local first, last = string.find(charged, code, 1, true)
+        charged = string.sub(charged, 1, first - 1) .. string.sub(charged, last + 1)
+      end
+    end
+    limits.after = charged
+    return charged
+  end
 
   -- The settings of the flow's nodes that have limits or count the cost served, from the top. The field `shown` has a
-  -- list of the limits on requests and one of those on tokens, `charges` what `find_charges` returns, by the fields
-  -- `demoted` and `charged` of a record.
+  -- list of the limits on requests and one of those on tokens, `charges` what `find_charges` returns, by the field
+  -- `charged` of a record.
   local function find_counting(flow)
     local of_requests, of_tokens = {}, {}
-    local found = {shown = {}, charges = {[0] = {}, {}}}
+    local found = {shown = {}}
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
       for _, limit in ipairs(node.limits) do

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     text = findings.text(module.__doc__.partition("\n")[0].rstrip("."))
     print(text)
     if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{name}.md").write_text(text, encoding="utf-8")
     return 0 if findings.all_held else 1
 

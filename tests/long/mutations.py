@@ -113,11 +113,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a tenant that no longer queues charges again at the start", "lua/lib/tenants.lua",
-        "if string.find(charged, limit.code, 1, true) then", "if false then", _TENANTS,
+        "if string.find(r.charged, limit.code, 1, true) then", "if false then", _TENANTS,
     ),
     Mutation(
         "a new bound does not count the running requests", "lua/lib/quotas.lua",
-        "      if bound and bound[1] then", "      if false then", _TENANTS,
+        "      if bounds[1] then", "      if false then", _TENANTS,
     ),
     Mutation(
         "tenants pay the estimate, not the usage", "lua/settle.lua",

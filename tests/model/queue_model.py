@@ -273,8 +273,7 @@ class QueueModel(PoolModel):
         self.tenants_version += 1
         self._put_tenants()
         if self.has_tenants and any(not text or "max_parallel" in text for text in nodes.values()):
-            in_order = sorted(self.in_flight(), key=lambda r: (r.lease_ms, r.id.encode()))
-            self.quotas.count_running(in_order)
+            self.quotas.count_running(self.in_flight())
         if self.has_tenants:
             self.queue.unthrottle_all()
         return self._conclude([self.tenants_version])

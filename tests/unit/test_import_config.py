@@ -339,6 +339,8 @@ def test_remarks_name_keys_that_are_not_strings_like_other_keys() -> None:
 
 def test_the_command_prints_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plugins.yaml"
+    assert cli.main(["import-config", str(file)]) == 2
+    assert capsys.readouterr().err == f"{file}: No such file or directory\n"
     file.write_text(yaml.safe_dump({**HEAD, "plugins": [{"type": "queue-scorer"}, {"type": "mystery"}]}))
     assert cli.main(["import-config", str(file)]) == 0
     out, err = capsys.readouterr()

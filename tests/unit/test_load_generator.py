@@ -75,7 +75,7 @@ BAD_USAGE = {
     "replica-crash --target http://127.0.0.1:1": "has to kill replicas",
     "redis-outage --admin http://127.0.0.1:1": "has to stop Redis",
     "steady --own --state-file nowhere.json": "start a fleet; ",
-    "steady --state-file nowhere.json": "cannot be read",
+    "steady --state-file nowhere.json": "nowhere.json unreadable: No such file",
     "steady --own --report /dev/null": "--report",
 }
 

@@ -102,7 +102,7 @@ class Change(BaseModel):
     """A change that an operator has made."""
 
     at: float = Field(description="Unix time in seconds, by the clock of the replica that was called")
-    by: str = Field(description="the caller: the name of its token's file, `admin.token`, or its address")
+    by: str = Field(description="token's file, `admin.token`, address; or `configuration`, `tenants.file`")
     address: str = Field(description="address of the caller or of its proxy")
     change: str = Field(description="method and path of the call")
     detail: str = Field(description="the body of a PATCH, or the former and the new value of a tenant")

@@ -4,6 +4,9 @@ The shared state has two hashes of nodes by path: the configured ones, which the
 live changes of operators, which win. Each replica follows both.
 """
 
+import json
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -14,7 +17,8 @@ from picker_fleet.endpoints.discovery import FileFault, WatchedFile
 from picker_fleet.state.replies import HeartbeatReply
 from picker_fleet.state.store import Store
 
-_AT_A_TIME = 500  # nodes that one call changes
+_MOST_DETAIL = 4000  # characters of a change's record
+_log = logging.getLogger(__name__)
 
 
 class TenantNodes:
@@ -25,6 +29,7 @@ class TenantNodes:
         self._store = store
         tenants = settings.tenants
         self._separator = "" if tenants is None else tenants.separator
+        self._source = "tenants.file" if tenants and tenants.file else "configuration"
         self._own: dict[str, str] | None = None  # path -> JSON; None without tenants, until the file is read
         self._published = ""  # the epoch that has these nodes, as far as this leader knows
         self._followed = ("", "")  # epoch and version of the nodes that were read last
@@ -42,18 +47,21 @@ class TenantNodes:
         the reply to its last heartbeat."""
         if not pulse.leader:
             self._published = ""  # another leader may publish other nodes
-        if self._own is None or not pulse.leader or pulse.epoch == self._published:
-            return
         own = self._own
+        if own is None or not pulse.leader or pulse.epoch == self._published:
+            return
         former = await self._store.nodes_of("tenants")
-        changes = {path: text for path, text in own.items() if former.get(path) != text}
-        changes |= dict.fromkeys(former.keys() - own.keys(), "")
-        paths = sorted(changes)
-        for at in range(0, len(paths), _AT_A_TIME):
-            some = {path: changes[path] for path in paths[at : at + _AT_A_TIME]}
-            await self._store.set_tenants("tenants", some)
+        changes = dict(sorted((dict.fromkeys(former, "") | own).items() - former.items()))
+        await self._store.set_tenants("tenants", changes)
         if own is self._own:
             self._published = pulse.epoch
+        if former and changes:  # record the change, as the admin API records operators' changes
+            told = {path: {"old": former.get(path, ""), "new": text} for path, text in changes.items()}
+            detail = json.dumps(told)[:_MOST_DETAIL]
+            change = {"at": time.time(), "by": self._source, "address": "", "outcome": "made"}
+            change |= {"change": f"{len(changes)} nodes of tenants", "detail": detail}
+            _log.warning("change by %s: %s: %a", self._source, change["change"], detail)
+            await self._store.note_change(json.dumps(change))
 
     async def follow(self, epoch: str) -> Tree | None:
         """The nodes in force, if they have changed, else None. Restores live changes that the shared state,

@@ -212,10 +212,6 @@ class RouteStream:
         self._completions.append(record)
         self._pending.set()
 
-    async def caught_up(self) -> None:
-        """Wait until the entries that were in the stream when `run` started have been read."""
-        await self._caught_up.wait()
-
     async def run(self) -> None:
         """Wait for a call of `share`, then write and follow the stream until cancelled; retry if Redis is
         lost."""

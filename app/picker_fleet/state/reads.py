@@ -5,7 +5,7 @@ No call returns more than CHUNK rows, so no call blocks Redis for long, however 
 remaining times are computed from Redis's clock at the time of the read."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
 _MAX_SCANS = 10  # maximum Redis calls for one page of workloads
 _SHARED_PART = 0.7  # fraction of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
-_USAGE_ROWS = 500  # rows of usage in one call, which takes less than a millisecond
+_FIELDS_AT_ONCE = 500  # of a hash, in one call, which takes less than a millisecond
 _MARK = "\x1e"  # first byte of the field with a replica's mark; no flow has this byte
 _PARSED_AT_ONCE = 250  # number of queues of a shared snapshot parsed between two pauses
 
@@ -266,6 +266,15 @@ class ReplicaRow:
     about: str  # JSON objects, one per line
 
 
+async def fields_of(client: BatchingClient, key: str) -> AsyncIterator[tuple[str, str]]:
+    """The fields of a hash, and their values."""
+    cursor = ""
+    while cursor != "0":
+        cursor, flat = await client.command("HSCAN", key, cursor or "0", "COUNT", _FIELDS_AT_ONCE)
+        for pair in zip(flat[::2], flat[1::2], strict=True):
+            yield pair
+
+
 class Reads:
     """The reads of one pool. Every method raises StateFault if Redis does not answer (state/batching.py)."""
 
@@ -409,20 +418,14 @@ class Reads:
 
     async def usage(self, hour: int) -> UsageHour:
         found = UsageHour({}, {})
-        cursor = "0"
-        while True:
-            cursor, fields = await self._client.command(
-                "HSCAN", self._keys.usage(hour), cursor, "COUNT", _USAGE_ROWS
-            )
-            for field, text in zip(fields[::2], fields[1::2], strict=True):
-                if field.startswith(_MARK):
-                    _, sent_ms, left = text.split()
-                    found.marks[field.removeprefix(_MARK)] = UsageMark(int(sent_ms), left == "1")
-                else:
-                    leaf, _, model = field.partition(BETWEEN)
-                    found.rows[leaf, model] = Usage.parse(text)
-            if cursor == "0":
-                return found
+        async for field, text in fields_of(self._client, self._keys.usage(hour)):
+            if field.startswith(_MARK):
+                _, sent_ms, left = text.split()
+                found.marks[field.removeprefix(_MARK)] = UsageMark(int(sent_ms), left == "1")
+            else:
+                leaf, _, model = field.partition(BETWEEN)
+                found.rows[leaf, model] = Usage.parse(text)
+        return found
 
     async def decisions(self, limit: int) -> list[dict[str, str]]:
         """The last `limit` entries of the decision log, oldest first (docs/redis-schema.md lists fields)."""

@@ -30,7 +30,7 @@ from picker_fleet.state.pool_state import (
     parse_marks,
     parse_pool_state,
 )
-from picker_fleet.state.reads import QueueSnapshots, Reads, Usage
+from picker_fleet.state.reads import QueueSnapshots, Reads, Usage, fields_of
 from picker_fleet.state.replies import (
     AnyVerdict,
     CancelReply,
@@ -60,6 +60,7 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 PACKED_USAGE = struct.Struct("<3d")  # the argument `usage` of the script `settle`
+_NODES_AT_ONCE = 100  # tenants' nodes that a call changes, in well below 5 ms
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # like `completed`; also: the request's endpoint is healthy
 _ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
@@ -411,14 +412,15 @@ class Store:
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
         configuration, or of operators. Returns the new version; '' while the pool is unknown."""
-        pairs = [text for pair in nodes.items() for text in pair]
-        (version,) = await self._call("set_tenants", kind, *pairs)
+        version, left = "", list(nodes.items())
+        while left:
+            some, left = left[:_NODES_AT_ONCE], left[_NODES_AT_ONCE:]
+            (version,) = await self._call("set_tenants", kind, *(text for pair in some for text in pair))
         return str(version)
 
     async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:
         """The nodes of one kind: path -> JSON."""
-        flat = await self._client.command("HGETALL", getattr(self.keys, kind))
-        return dict(zip(flat[::2], flat[1::2], strict=True))
+        return {path: text async for path, text in fields_of(self._client, getattr(self.keys, kind))}
 
     async def tenants_version(self) -> str:
         """The version of the nodes, which grows with each change; '' before the first."""

@@ -126,7 +126,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as fault:
-        raise ConfigError(f"--state-file: {path} cannot be read: {fault}") from None
+        raise ConfigError(f"--state-file: {path} unreadable: {getattr(fault, 'strerror', fault)}") from None
     if not isinstance(state, dict) or "envoy" not in state:
         raise ConfigError(f"--state-file: {path} is not a state file of `picker up`")
     return state
