@@ -2,7 +2,8 @@
 
 `--go FILE` also measures the Go picker, and both pickers with 100 endpoints, and writes beside-go.md
 (gateway.py says how to build FILE). `--beside CHECKOUT` also measures another checkout, to see whether a
-change made requests more expensive, and only prints.
+change made requests more expensive, and only prints. `--tenants` also measures each mode with limits of
+tenants, and only prints what they add.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -27,6 +29,15 @@ _HOSTS = ("127.0.0.71", "127.0.0.72")
 _MODEL = ("--ttft", "0", "--itl", "2", "--max-num-seqs", "256", "--kv-blocks", "1000000")
 _SCORERS = ("queue-depth", "kv-cache", "prefix-affinity")
 _NONE = "no picker"
+# Four limits on three levels, which no request reaches.
+_LIMIT = {"tokens": 10**12, "per": "1m"}
+_TENANTS = {
+    "nodes": [
+        {"path": "acme", "limits": [_LIMIT], "max_parallel_requests": 10**6},
+        {"path": "acme/search", "limits": [{"requests": 10**9, "per": "1s"}]},
+        {"path": "acme/search/*", "limits": [_LIMIT]},
+    ]
+}
 
 _HOW = """\
 CPU is in µs a request at full speed (16 connections for short answers of 300 B, else 8), access logs
@@ -50,19 +61,23 @@ rounds. Latency is measured from the time when a request is due to the last byte
 
 
 def _fleet(
-    mode: str, endpoints: Sequence[str], checkout: Path | None
+    mode: str, endpoints: Sequence[str], checkout: Path | None = None, **others: Any
 ) -> contextlib.AbstractAsyncContextManager[RunningFleet]:
     """Run one replica in `mode`, from this checkout or from the one in `checkout`."""
     options = ("--replicas", "1", "--endpoints", "0", "--mode", mode)
     environment = {"PYTHONPATH": str(checkout / "app")} if checkout is not None else None
-    return picker_up(fleet_config(endpoints, scorers=_SCORERS), *options, environment=environment)
+    return picker_up(fleet_config(endpoints, scorers=_SCORERS, **others), *options, environment=environment)
 
 
 def _other(mode: str) -> str:
     return f"{mode}, other checkout"
 
 
-async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> Readings:
+def _with_tenants(mode: str) -> str:
+    return f"{mode}, tenants"
+
+
+async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None, *, tenants: bool) -> Readings:
     found = Readings()
     async with simulators(_HOSTS, *_MODEL) as servers:
         endpoints = list(servers)
@@ -71,7 +86,10 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> 
             async with AsyncExitStack() as stack:
                 targets: dict[str, Target] = {_NONE: stack.enter_context(plain_envoy(endpoints))}
                 for mode in modes:
-                    targets[mode] = await stack.enter_async_context(_fleet(mode, endpoints, None))
+                    targets[mode] = await stack.enter_async_context(_fleet(mode, endpoints))
+                    if tenants:
+                        limited = _fleet(mode, endpoints, tenants=_TENANTS)
+                        targets[_with_tenants(mode)] = await stack.enter_async_context(limited)
                     if checkout is not None:
                         other = await stack.enter_async_context(_fleet(mode, endpoints, checkout))
                         targets[_other(mode)] = other
@@ -104,7 +122,7 @@ async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, 
                     OURS: await stack.enter_async_context(behind_gateway(cluster, own / "ours", "two")),
                 }
                 for mode in ("lean", "http"):
-                    fleet = await stack.enter_async_context(_fleet(mode, endpoints, None))
+                    fleet = await stack.enter_async_context(_fleet(mode, endpoints))
                     targets[f"this picker, {mode}"] = fleet
                 await found.round(targets, number)
             for name, program in ((OURS, ""), (GO, go)):
@@ -140,6 +158,20 @@ def _beside_checkout(found: Readings, modes: Sequence[str]) -> str:
     return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey', 'Envoy'], rows)}"
 
 
+def _added_by_tenants(found: Readings, modes: Sequence[str]) -> str:
+    def added(case: str, mode: str, of: str) -> str:
+        pairs = zip(found.by_case[case][_with_tenants(mode)], found.by_case[case][mode], strict=True)
+        return f"{median(getattr(a, of) - getattr(b, of) for a, b in pairs):.1f}"
+
+    rows = [
+        [case.name, mode, added(case.name, mode, "picker_us"), added(case.name, mode, "valkey_us")]
+        for case in CASES
+        for mode in modes
+    ]
+    text = "CPU that tenants with four limits on three levels add to a request, µs: median of the rounds."
+    return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey'], rows)}"
+
+
 def _beside_go(found: Readings, hundred: Mapping[str, Any]) -> list[str]:
     from bench.overhead.gateway import GO
 
@@ -169,6 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--go", metavar="FILE", help="the Go picker")
     beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version")
+    beside.add_argument("--tenants", action="store_true", help="also with limits of tenants")
     args = parser.parse_args(arguments)
     shown = ["--go FILE"] * bool(args.go) + ["--beside CHECKOUT"] * bool(args.beside)
     about = describe_run(" ".join(["python -m bench.overhead", *shown, f"--rounds {args.rounds}"]))
@@ -176,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
         if args.go:
             found, hundred = uvloop.run(_measure_beside_go(args.rounds, args.go))
         else:
-            found = uvloop.run(_measure(args.rounds, args.modes, args.beside))
+            found = uvloop.run(_measure(args.rounds, args.modes, args.beside, tenants=args.tenants))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -187,6 +220,9 @@ def main(arguments: Sequence[str]) -> int:
         title, parts = "# What a request costs beside the Go picker", parts + _beside_go(found, hundred)
     elif args.beside:
         print(_figures(found), _beside_checkout(found, args.modes), sep="\n\n")
+        return 0
+    elif args.tenants:
+        print(_figures(found), _added_by_tenants(found, args.modes), sep="\n\n")
         return 0
     else:
         title = "# What a request costs"

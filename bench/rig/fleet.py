@@ -110,14 +110,15 @@ async def picker_up(
 
 
 def fleet_config(
-    endpoints: Sequence[str], *, bound: int = PLENTY, scorers: Sequence[str] = ()
+    endpoints: Sequence[str], *, bound: int = PLENTY, scorers: Sequence[str] = (), **others: Any
 ) -> dict[str, Any]:
-    """A configuration with static `endpoints` and a bound of `bound` requests per endpoint."""
+    """A configuration with static `endpoints`, a bound of `bound` requests per endpoint, and `others`."""
     return {
         "discovery": {"static": [{"address": address} for address in endpoints]},
         "request_queue_controller": exact_bounds(bound),
         "fair_request_queue": {"total_capacity": PLENTY, "flow_capacity": PLENTY},
         "scheduling": {"scorers": [{"name": name} for name in scorers]},
+        **others,
     }
 
 

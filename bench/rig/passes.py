@@ -28,7 +28,7 @@ def alike(prompt_bytes: int, tokens: int) -> MakeRequest:
             tokens,
             streamed=True,
             headers=(
-                *flow_header(f"flow-{number}"),
+                *flow_header(f"acme/search/flow-{number}"),
                 ("x-workload-context", f'{{"workload_id": "workload-{number}", "criticality": 3}}'),
             ),
         )
