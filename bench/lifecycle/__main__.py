@@ -5,7 +5,7 @@ The exit status is 1 if a limit is not met.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from bench.lifecycle.fleets import measure_fleets
@@ -21,6 +21,7 @@ _ROUNDS_BESIDE_BASELINE = 30
 # missed this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
 _GROWTH = 1.7
+_LIMITED_US = 15  # what limits of tenants may add to a request
 _LONGEST_US = 5000
 _BYTES = 500
 _SMALL = Size()
@@ -50,6 +51,8 @@ def _sizes(most: int) -> dict[str, Size]:
         "workload-aware": Size(ordering="workload-aware"),
         "workload-aware, 10 000 flows": Size(ordering="workload-aware", flows=10_000),
         "workload-aware, 10 000 workloads": Size(ordering="workload-aware", workloads=10_000),
+        "limits of tenants": Size(limited=True),
+        "limits of tenants, no queue": Size(queued=0, limited=True),
     }
 
 
@@ -60,7 +63,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
     yield from _beside_baseline(redis_server, requests // 2, baselines)
     for name, size in _sizes(most).items():
         found, beside = [], []
-        base = Size(ordering=size.ordering)
+        base = replace(size, limited=False) if size.limited else Size(ordering=size.ordering)
         for seed in range(_ROUNDS):
             with_upkeep = size.large and seed == 0
             own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
@@ -73,6 +76,9 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
         print(f"{name}: {costs[name]:.1f} us a request, longest call {longest:.0f} us", flush=True)
         if size == base:
             yield from _memory(size.ordering, found)
+        elif size.limited:
+            added = median(one.us - other.us for one, other in zip(found, beside, strict=True))
+            yield Row(f"added by {name}", added, _LIMITED_US, "us")
         else:
             growth = median(one.us / base.us for one, base in zip(found, beside, strict=True))
             yield Row(f"growth to {name}", growth, _GROWTH, "")

@@ -12,6 +12,7 @@ import hiredis
 
 from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
 from picker_fleet.state.batching import MAX_BATCH
+from picker_fleet.state.store import PACKED_USAGE
 
 BATCH = 16  # requests a call
 _IN_FLIGHT = 4 * BATCH
@@ -24,7 +25,8 @@ _OWNER = "x2k4p-9f3c1a7e"  # this id has the length of a replica's id in Kuberne
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of the shared state while requests are measured. `batch`: requests per call. If the size has
-    `queued` 0, the bounds have room for every request."""
+    `queued` 0, the bounds have room for every request. `limited`: flows are tenants, on three levels with
+    four limits."""
 
     queued: int = 1000
     flows: int = 10
@@ -32,6 +34,7 @@ class Size:
     endpoints: int = 4
     ordering: str = "fcfs"
     batch: int = BATCH
+    limited: bool = False
 
     @property
     def large(self) -> bool:
@@ -59,7 +62,12 @@ class Workload(ScriptPool):
         server.forget()
         for replica in (_OWNER, "silent"):
             self.call("heartbeat", replica, "{}", NEVER_MS)
-        self.publish(size.endpoints, _IN_FLIGHT if size.queued else _PLENTY, ordering=size.ordering)
+        tenants = {"tenants": {"separator": "/"}} if size.limited else {}
+        self.publish(
+            size.endpoints, _IN_FLIGHT if size.queued else _PLENTY, ordering=size.ordering, **tenants
+        )
+        if size.limited:
+            self.call("set_tenants", _OWNER, "tenants", *_LIMITS)
         self.empty_bytes = server.memory_bytes()
         self._running.extend(self.admit(_IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
@@ -69,7 +77,8 @@ class Workload(ScriptPool):
         batch = self._size.batch
         for _ in range(requests // batch):
             self._running.extend(self.admit(batch, batch))
-            self._go_on(self.settle([self._running.popleft() for _ in range(batch)])[1])
+            ending = [self._running.popleft() for _ in range(batch)]
+            self._go_on(self.settle(ending, _USAGE if self._size.limited else b"")[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Call the script `sweep` until it finds nothing more to do, but at most `most` times."""
@@ -121,10 +130,10 @@ class Workload(ScriptPool):
                 self._made += 1
                 # The id is as long as Envoy's request ids.
                 id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
-                flow = f"tenant-{self._random.randrange(self._size.flows)}"
+                flow = f"acme/search/{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
                 candidates = "*" if self._placed else _FIRST
-                numbers = {"ttl_ms": ttl_ms, "priority": priority}
+                numbers = {"ttl_ms": ttl_ms, "priority": priority, "prompt_tokens": 100, "answer_tokens": 50}
                 args.append(arrival(id, flow, workload=workload, candidates=candidates, **numbers))
                 ids.append(id)
             replies = self.call("admit", owner, *args)[4:]
@@ -148,6 +157,13 @@ class Workload(ScriptPool):
 
 
 _FIRST = "10.0.0.0:8000"
+_USAGE = PACKED_USAGE.pack(90, 0, 40)
+_TOKENS = '{"unit":"tokens","amount":1e12,"per_ms":60000}'
+_LIMITS = (
+    *("acme", f'{{"limits":[{_TOKENS}],"max_parallel":1e6}}'),
+    *("acme/search", '{"limits":[{"unit":"requests","amount":1e9,"per_ms":1000}]}'),
+    *("acme/search/*", f'{{"limits":[{_TOKENS}]}}'),
+)
 
 
 _CALLS = 150  # limit for the calls of each kind of upkeep

@@ -2,8 +2,7 @@
 
 `--go FILE` also measures the Go picker, and both pickers with 100 endpoints, and writes beside-go.md
 (gateway.py says how to build FILE). `--beside CHECKOUT` also measures another checkout, to see whether a
-change made requests more expensive, and only prints. `--tenants` also measures each mode with limits of
-tenants, and only prints what they add.
+change made requests more expensive, `--tenants` another fleet, with limits of tenants; both only print.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import uvloop
@@ -29,9 +27,8 @@ _HOSTS = ("127.0.0.71", "127.0.0.72")
 _MODEL = ("--ttft", "0", "--itl", "2", "--max-num-seqs", "256", "--kv-blocks", "1000000")
 _SCORERS = ("queue-depth", "kv-cache", "prefix-affinity")
 _NONE = "no picker"
-# Four limits on three levels, which no request reaches.
 _LIMIT = {"tokens": 10**12, "per": "1m"}
-_TENANTS = {
+_TENANTS = {  # four limits on three levels, which no request reaches
     "nodes": [
         {"path": "acme", "limits": [_LIMIT], "max_parallel_requests": 10**6},
         {"path": "acme/search", "limits": [{"requests": 10**9, "per": "1s"}]},
@@ -70,14 +67,10 @@ def _fleet(
 
 
 def _other(mode: str) -> str:
-    return f"{mode}, other checkout"
+    return f"{mode}, other"
 
 
-def _with_tenants(mode: str) -> str:
-    return f"{mode}, tenants"
-
-
-async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None, *, tenants: bool) -> Readings:
+async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None, tenants: Any) -> Readings:
     found = Readings()
     async with simulators(_HOSTS, *_MODEL) as servers:
         endpoints = list(servers)
@@ -87,12 +80,9 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None, *, 
                 targets: dict[str, Target] = {_NONE: stack.enter_context(plain_envoy(endpoints))}
                 for mode in modes:
                     targets[mode] = await stack.enter_async_context(_fleet(mode, endpoints))
-                    if tenants:
-                        limited = _fleet(mode, endpoints, tenants=_TENANTS)
-                        targets[_with_tenants(mode)] = await stack.enter_async_context(limited)
-                    if checkout is not None:
-                        other = await stack.enter_async_context(_fleet(mode, endpoints, checkout))
-                        targets[_other(mode)] = other
+                    if checkout is not None or tenants is not None:
+                        other = _fleet(mode, endpoints, checkout, tenants=tenants)
+                        targets[_other(mode)] = await stack.enter_async_context(other)
                 await found.round(targets, number)
     return found
 
@@ -154,22 +144,8 @@ def _beside_checkout(found: Readings, modes: Sequence[str]) -> str:
         for case in CASES
         for mode in modes
     ]
-    text = "CPU of this checkout / CPU of the other in the same round: geometric mean and 95 % interval."
+    text = "CPU / CPU of the other in the same round: geometric mean and 95 % interval."
     return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey', 'Envoy'], rows)}"
-
-
-def _added_by_tenants(found: Readings, modes: Sequence[str]) -> str:
-    def added(case: str, mode: str, of: str) -> str:
-        pairs = zip(found.by_case[case][_with_tenants(mode)], found.by_case[case][mode], strict=True)
-        return f"{median(getattr(a, of) - getattr(b, of) for a, b in pairs):.1f}"
-
-    rows = [
-        [case.name, mode, added(case.name, mode, "picker_us"), added(case.name, mode, "valkey_us")]
-        for case in CASES
-        for mode in modes
-    ]
-    text = "CPU that tenants with four limits on three levels add to a request, µs: median of the rounds."
-    return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey'], rows)}"
 
 
 def _beside_go(found: Readings, hundred: Mapping[str, Any]) -> list[str]:
@@ -201,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     beside = parser.add_mutually_exclusive_group()
     beside.add_argument("--go", metavar="FILE", help="the Go picker")
     beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version")
-    beside.add_argument("--tenants", action="store_true", help="also with limits of tenants")
+    beside.add_argument("--tenants", action="store_const", const=_TENANTS, help="the same with tenants")
     args = parser.parse_args(arguments)
     shown = ["--go FILE"] * bool(args.go) + ["--beside CHECKOUT"] * bool(args.beside)
     about = describe_run(" ".join(["python -m bench.overhead", *shown, f"--rounds {args.rounds}"]))
@@ -209,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
         if args.go:
             found, hundred = uvloop.run(_measure_beside_go(args.rounds, args.go))
         else:
-            found = uvloop.run(_measure(args.rounds, args.modes, args.beside, tenants=args.tenants))
+            found = uvloop.run(_measure(args.rounds, args.modes, args.beside, args.tenants))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -218,11 +194,8 @@ def main(arguments: Sequence[str]) -> int:
     parts = [about, _HOW, _figures(found)]
     if args.go:
         title, parts = "# What a request costs beside the Go picker", parts + _beside_go(found, hundred)
-    elif args.beside:
+    elif args.beside or args.tenants:
         print(_figures(found), _beside_checkout(found, args.modes), sep="\n\n")
-        return 0
-    elif args.tenants:
-        print(_figures(found), _added_by_tenants(found, args.modes), sep="\n\n")
         return 0
     else:
         title = "# What a request costs"

@@ -28,10 +28,11 @@ SLOW_US = 3000
 
 
 def arrival(
-    request_id: str, flow: str, *, ttl_ms: int, workload: str = "", priority: int = 0, candidates: str = "*"
+    request_id: str, flow: str, *, workload: str = "", candidates: str = "*", **others: float
 ) -> bytes:
-    """Pack an arrival for the script `admit`: a request of weight and cost 1, by default for any endpoint."""
-    numbers = {"priority": priority, "weight": 1, "cost": 1, "ttl_ms": ttl_ms, "criticality": 3}
+    """Pack an arrival for the script `admit`: a request of weight and cost 1, by default for any endpoint.
+    `others`: more numbers of the arrival, by name."""
+    numbers = {"weight": 1, "cost": 1, "criticality": 3, **others}
     texts = (request_id, "1", flow, workload, "llama", candidates, "")
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
 
@@ -146,8 +147,9 @@ class ScriptPool:
         text = json.dumps({**_SETTINGS, "upper_per": per, "lower_per": per, **settings})
         self.call("publish", self.owner, "c", "e", text, *hosts)
 
-    def settle(self, ids: Sequence[str]) -> Any:
-        return self.call("settle", self.owner, *(x for id in ids for x in (id, "completed", "", "", "", "")))
+    def settle(self, ids: Sequence[str], usage: bytes = b"") -> Any:
+        ends = (x for id in ids for x in (id, "completed", "", "", "", usage))
+        return self.call("settle", self.owner, *ends)
 
     def acknowledge(self, ids: Sequence[str]) -> None:
         self.call("acknowledge", self.owner, *(x for id in ids for x in (id, 1)))
