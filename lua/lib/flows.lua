@@ -299,27 +299,37 @@ do
     if lengths[requests] == 0 then empty(band, flow_queue) end
   end
 
-  -- The inner nodes that the last turn came through, from the top, and their start tags.
-  local turn_nodes, turn_tags, turn_depth = {}, {}, 0
-  -- Charge request r, which leaves `flow_queue`, to the inner nodes above. A turn moves the virtual times. `emptied`: r
-  -- was the last request of the flow queue.
-  local function charge_ancestors(r, flow_queue, is_turn, emptied)
-    local band, parent, depth = r.band, parent_of(flow_queue), turn_depth
+  -- Charge request r to an inner node with start tag `tag` in the order `members`. `emptied`: its last child has left.
+  local function charge_node(r, members, node, tag, emptied)
+    tag = tag + share_of_node(node, r)
+    if emptied then deactivate(r.band, node, tag) else read_ahead.set_score(members, node, tag) end
+  end
+
+  -- Charge request r, which the starvation guard takes from `flow_queue`, to the inner nodes above.
+  local function charge_ancestors(r, flow_queue)
+    local band, parent = r.band, parent_of(flow_queue)
     while parent ~= '' do
       local above = parent_of(parent)
-      local members, first, tag = order_of(band, above), turn_nodes[depth], turn_tags[depth]
-      if not is_turn then first, tag = read_ahead.first_scored(members) end
+      local members = order_of(band, above)
+      local first, tag = read_ahead.first_scored(members)
       if first ~= parent then tag = tonumber(read('ZSCORE', members, parent)) end
       if not tag then return end
-      if is_turn then advance(band, above, tag) end
-      tag = tag + share_of_node(parent, r)
-      emptied = emptied and not read_ahead.first_scored(key.children[band][parent])
-      if emptied then
-        deactivate(band, parent, tag)
-      else
-        read_ahead.set_score(members, parent, tag)
-      end
-      parent, depth = above, depth - 1
+      charge_node(r, members, parent, tag, not read_ahead.first_scored(key.children[band][parent]))
+      parent = above
+    end
+  end
+
+  -- The inner nodes that the last turn came through, from the top: their orders, names and start tags.
+  local turn_orders, turn_nodes, turn_tags, turn_depth = {}, {}, {}, 0
+  -- Charge request r, whose turn it is, to these nodes, and move their virtual times. `emptied`: r was the last request
+  -- of its flow queue.
+  local function charge_turn(r, emptied)
+    local band = r.band
+    for depth = turn_depth, 1, -1 do
+      local node, tag = turn_nodes[depth], turn_tags[depth]
+      advance(band, depth > 1 and turn_nodes[depth - 1] or '', tag)
+      emptied = emptied and not read_ahead.first_scored(key.children[band][node])
+      charge_node(r, turn_orders[depth], node, tag, emptied)
     end
   end
 
@@ -335,7 +345,9 @@ do
     else
       read_ahead.set_score(order_of(band, parent), flow_queue, tag + share)
     end
-    if parent ~= '' then charge_ancestors(r, flow_queue, turn_of, emptied) end
+    if parent ~= '' then
+      if turn_of then charge_turn(r, emptied) else charge_ancestors(r, flow_queue) end
+    end
     if settings.band_policy == BAND_POLICY_WEIGHTED then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
       queue.charge_band(r, r.cost)
@@ -542,7 +554,7 @@ do
     for _ = 1, STRAYS do
       if not (member and tenants.is_inner(member)) then return member, tag end
       turn_depth = turn_depth + 1
-      turn_nodes[turn_depth], turn_tags[turn_depth] = member, tag
+      turn_orders[turn_depth], turn_nodes[turn_depth], turn_tags[turn_depth] = members, member, tag
       local children = key.children[band][member]
       local child, tag_of_child = read_ahead.first_scored(children)
       if child then

@@ -283,12 +283,13 @@ do -- a chunk may have 200 locals
     if #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
     r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
-    local suffices = suffice(tenants.charges(found, r).uncharged, r)
+    local limits = tenants.charges(found, r)
+    local suffices = suffice(limits.uncharged, r)
     local refusal = not suffices and exceed(found, r)
     if refusal then return refusal end
-    if r.demoted == 1 then r.band = BANDS[#BANDS] end
+    if r.demoted == 1 then limits, r.band = tenants.charges(found, r), BANDS[#BANDS] end
     r.tenancy, seen, nodes = settings.tenancy or 1, r, found
-    charge(r, tenants.charges(found, r).arrive, 1, 'arrival')
+    if limits.arrive[1] or settings.log_max > 0 then charge(r, limits.arrive, 1, 'arrival') end
     if suffices then starting = r end
   end
 
