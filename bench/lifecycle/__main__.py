@@ -51,8 +51,8 @@ def _sizes(most: int) -> dict[str, Size]:
         "workload-aware": Size(ordering="workload-aware"),
         "workload-aware, 10 000 flows": Size(ordering="workload-aware", flows=10_000),
         "workload-aware, 10 000 workloads": Size(ordering="workload-aware", workloads=10_000),
-        "limits of tenants": Size(limited=True),
-        "limits of tenants, no queue": Size(queued=0, limited=True),
+        "four limits on three levels of tenants": Size(limited=True),
+        "four limits on three levels of tenants, no queue": Size(queued=0, limited=True),
     }
 
 
