@@ -299,12 +299,6 @@ do
     if lengths[requests] == 0 then empty(band, flow_queue) end
   end
 
-  -- Charge request r to an inner node with start tag `tag` in the order `members`. `emptied`: its last child has left.
-  local function charge_node(r, members, node, tag, emptied)
-    tag = tag + share_of_node(node, r)
-    if emptied then deactivate(r.band, node, tag) else read_ahead.set_score(members, node, tag) end
-  end
-
   -- Charge request r, which the starvation guard takes from `flow_queue`, to the inner nodes above.
   local function charge_ancestors(r, flow_queue)
     local band, parent = r.band, parent_of(flow_queue)
@@ -314,7 +308,9 @@ do
       local first, tag = read_ahead.first_scored(members)
       if first ~= parent then tag = tonumber(read('ZSCORE', members, parent)) end
       if not tag then return end
-      charge_node(r, members, parent, tag, not read_ahead.first_scored(key.children[band][parent]))
+      tag = tag + share_of_node(parent, r)
+      local has_children = read_ahead.first_scored(key.children[band][parent])
+      if has_children then read_ahead.set_score(members, parent, tag) else deactivate(band, parent, tag) end
       parent = above
     end
   end
@@ -329,7 +325,8 @@ do
       local node, tag = turn_nodes[depth], turn_tags[depth]
       advance(band, depth > 1 and turn_nodes[depth - 1] or '', tag)
       emptied = emptied and not read_ahead.first_scored(key.children[band][node])
-      charge_node(r, turn_orders[depth], node, tag, emptied)
+      tag = tag + share_of_node(node, r)
+      if emptied then deactivate(band, node, tag) else read_ahead.set_score(turn_orders[depth], node, tag) end
     end
   end
 

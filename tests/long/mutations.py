@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a turn charges no tenant above the flow", "lua/lib/flows.lua",
-        "      tag = tag + share_of_node(parent, r)\n", "", _TENANTS,
+        "      tag = tag + share_of_node(node, r)\n", "", _TENANTS,
     ),
     Mutation(
         "a request that fails is refunded twice", "lua/lib/quotas.lua",
