@@ -225,7 +225,7 @@ _RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a conn
 
 
 async def _reset(target: Target, number: int) -> str:
-    """Begin requests, and reset each request in the same write or 2 ms later."""
+    """Begin requests, and reset each in the same write or 2 ms later, or all by the connection's end."""
     cancel = CANCEL.to_bytes(4, "big")
     asking, clock = _asking(), asyncio.get_running_loop().time
     async with _connected(target.envoy) as (_, writer):
@@ -236,9 +236,10 @@ async def _reset(target: Target, number: int) -> str:
             whole = [head + frame(DATA, END_STREAM, stream, _ask()) for stream, head in begun]
             ends = [frame(RST_STREAM, 0, stream, cancel) for stream, _ in begun]
             writer.write(b"".join(whole))
-            if number % 2:
+            if number % 3 == 1:
                 await asyncio.sleep(0.002)
-            writer.write(b"".join(ends))
+            if number % 3 < 2:
+                writer.write(b"".join(ends))
             await writer.drain()
             await asyncio.sleep(max(0.0, begun_s + done / _RESETS_PER_S - clock()))
     return "reset"

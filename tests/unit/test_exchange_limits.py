@@ -129,7 +129,6 @@ def test_a_body_that_finds_no_room_takes_that_of_the_slowest_unfinished_body() -
         fast.add(b"x" * (mib // 20))  # twice the floor rate: to 6.5 MiB
         slow.add(b"x" * (mib // 50))
         slower.add(b"x" * 1000)
-        assert budget.held_bytes < 31 * mib
     late.add(b"x" * 8 * mib)
     with pytest.raises(BufferFull, match="too slowly"):
         silent.add(b"x")
