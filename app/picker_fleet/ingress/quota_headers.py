@@ -50,7 +50,7 @@ def _duration(ms: int) -> str:
     if ms < 1000:
         return f"{ms}ms"
     minutes, rest_ms = divmod(ms, 60_000)
-    seconds = f"{rest_ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    seconds = f"{rest_ms / 1000:g}s"  # at most five digits
     if not minutes:
         return seconds
     hours, minutes = divmod(minutes, 60)
