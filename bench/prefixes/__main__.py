@@ -272,9 +272,9 @@ the engines' own, from the lowest to the highest. *Idle places*: 256 places an e
 waits there. *Weight 6*: of `prefix-affinity`. *Agents*: four turns after one of 150 system prompts of 15 to
 36 KB, else twelve turns after one of 20 of 1 to 4 KB; with 48 000 blocks sixty turns.
 
-Learnt is as good as precise: more knowledge gains nothing. What they lack to the oracle goes to the scorers
-of load, which move requests away from their prompts, unless places are idle or `prefix-affinity` weighs more.
-So with these weights and 2000 blocks each, learnt cannot be 1.15 times fixed. On real servers:
+Learnt is as good as precise: more knowledge gains nothing, so where precise is below 1.15 times fixed,
+learning cannot reach it. What both lack to the oracle goes to the scorers of load, which move requests away
+from their prompts, unless places are idle or `prefix-affinity` weighs more. On real servers:
 [vllm-prefixes.md](vllm-prefixes.md).
 """
 
