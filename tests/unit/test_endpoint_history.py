@@ -175,14 +175,6 @@ def test_the_prefix_index_keeps_the_latest_blocks_and_whole_beginnings_of_chains
             assert kept == [at < found.get(address, 0) for at in range(len(links))]
 
 
-def test_the_least_recently_served_blocks_are_forgotten_first() -> None:
-    index = PrefixIndex(per_endpoint=30)
-    old, used, new = chain("old", 10), chain("used", 10), chain("new", 15)
-    for links in (used, old, used, new):
-        index.add("a", links)
-    assert [index.match(links) for links in (new, used, old)] == [{"a": 15}, {"a": 10}, {"a": 5}]
-
-
 def test_endpoints_share_the_total_capacity_and_departed_endpoints_are_forgotten() -> None:
     # Each of four endpoints keeps 25 blocks, an equal share of 100 blocks.
     index = PrefixIndex(per_endpoint=60, in_total=100)
