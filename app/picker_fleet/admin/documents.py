@@ -122,10 +122,8 @@ def content_security_policy(page: bytes) -> str:
 
 def add_dashboard(app: FastAPI) -> None:
     """Serve the dashboard at `/` and its files at `/static/NAME`; the files are read once, at startup."""
-    files = {}
-    if FOLDER.is_dir():
-        files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
-    policy = content_security_policy(files.get(_INDEX, b""))
+    files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
+    policy = content_security_policy(files[_INDEX])
     headers = {"content-security-policy": policy, "cache-control": "no-cache"}
 
     @app.get("/", response_class=Response, include_in_schema=False)

@@ -303,6 +303,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     controller, workloads = settings.request_queue_controller, settings.workloads
     leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
     tenants = {} if settings.tenants is None else {"tenants": settings.tenants.shared()}
+    overdue_s = queue.starvation_after
     # Prefills count as requests. In mode `adaptive` the scripts replace these limits by the found ones.
     prefill_caps: dict[str, object] = {}
     if controller.unit == "requests":
@@ -330,7 +331,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "window_ms": workloads.rate_window * 1000,
         "ema_alpha": workloads.ema_alpha,
         "guard_share": queue.guard_share,
-        "starvation_ms": _whole_ms(queue.starvation_after),
+        "starvation_ms": 0 if overdue_s is None else max(1, round(overdue_s * 1000)),
         "band_policy": queue.band_policy,
         # List the bands in the order Critical, Default, Sheddable, then all others.
         "band_weights": list(queue.band_weights.values()),
@@ -363,8 +364,3 @@ def _shared_band(band: Band) -> dict[str, object]:
     limits = {"capacity": band.capacity, "bytes": band.bytes}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     return {"priority": band.priority, **attributes, **given}
-
-
-def _whole_ms(seconds: float | None) -> int:
-    """The duration `seconds` in milliseconds, at least 1; 0 stands for None."""
-    return 0 if seconds is None else max(1, round(seconds * 1000))

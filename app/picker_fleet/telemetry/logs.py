@@ -63,19 +63,12 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        words = [
-            time.replace("+00:00", "Z"),
-            f"{record.levelname:7}",
-            record.name,
-            _one_line(record.getMessage()),
-        ]
+        said = record.getMessage()
+        said = said if said.isprintable() else json.dumps(said)[1:-1]
+        words = [time.replace("+00:00", "Z"), f"{record.levelname:7}", record.name, said]
         words += [f"{name}={_word(value)}" for name, value in record.__dict__.items() if name not in _OWN]
         line = " ".join(words)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else json.dumps(text)[1:-1]
 
 
 def _word(value: object) -> str:

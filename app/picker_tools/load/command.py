@@ -176,14 +176,9 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
         if args.admin:
             raise ConfigError("--admin needs --target, the URL of the fleet's Envoy")
         return None
-    url, admin, allow = args.target, args.admin, args.allow_remote
-    if url is None and args.state_file is not None:
-        url = fleets.url_from_state_file(args.state_file)
-    if url is None:
-        url, admin = fleets.DEFAULT_URL, admin or fleets.DEFAULT_ADMIN
-    url = fleets.check_url(url, "--target", allow_remote=allow)
-    admin = fleets.check_url(admin, "--admin", allow_remote=allow) if admin else None
-    found = await fleets.found(url, admin=admin, state_file=args.state_file, allow_remote=allow)
+    found = await fleets.found(
+        target=args.target, admin=args.admin, state_file=args.state_file, allow_remote=args.allow_remote
+    )
     await fleets.check_needs(found, plan.scenario)
     return found
 

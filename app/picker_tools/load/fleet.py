@@ -69,23 +69,23 @@ async def default_fleet_answers() -> bool:
     return envoy is not None and envoy.status == 200 and isinstance(answer, dict) and "replica" in answer
 
 
-def url_from_state_file(state_file: Path) -> str:
-    """The URL of the Envoy in `state_file`. Raises ConfigError if `state_file` is no state file."""
-    return str(_read_state(state_file)["envoy"])
-
-
-async def found(url: str, *, admin: str | None, state_file: Path | None, allow_remote: bool) -> Target:
-    """The running fleet at `url`, with the addresses from `state_file` and `admin`.
+async def found(
+    *, target: str | None, admin: str | None, state_file: Path | None, allow_remote: bool
+) -> Target:
+    """The running fleet at the URL `target`, else the fleet of `state_file`, else the default fleet.
 
     Raises:
-        ConfigError: the fleet does not answer, or the file is no state file.
+        ConfigError: the fleet does not answer, a URL is not allowed, or the file is no state file.
     """
     state = _read_state(state_file) if state_file is not None else {}
-    admins = [str(replica["admin"]) for replica in state.get("replicas", ())]
+    url = target or state.get("envoy")
+    if url is None:
+        url, admin = DEFAULT_URL, admin or DEFAULT_ADMIN
+    url = check_url(str(url), "--target", allow_remote=allow_remote)
+    replicas = [str(replica["admin"]) for replica in state.get("replicas", ())]
+    admins = [check_url(each, "--state-file", allow_remote=allow_remote) for each in replicas]
     if admin is not None:
-        admins = [admin, *(each for each in admins if each != admin)]
-    for address in admins:
-        check_url(address, "--state-file", allow_remote=allow_remote)
+        admins.insert(0, check_url(admin, "--admin", allow_remote=allow_remote))
     models = await get(f"{url}/v1/models")
     if models is None or models.status != 200:
         answer = "nothing" if models is None else f"{models.status}"
@@ -95,7 +95,7 @@ async def found(url: str, *, admin: str | None, state_file: Path | None, allow_r
     if not model:
         raise ConfigError(f"--target: {url}/v1/models lists no model")
     endpoints = tuple(str(endpoint["address"]) for endpoint in state.get("endpoints", ()))
-    return Target(url, model, tuple(admins), endpoints, str(state.get("redis", "")))
+    return Target(url, model, tuple(dict.fromkeys(admins)), endpoints, str(state.get("redis", "")))
 
 
 async def check_needs(target: Target, scenario: Scenario) -> None:
