@@ -7,20 +7,18 @@ are the children of the root. The scripts use hierarchical start-time fair queue
 as for two flows of a band (docs/fairness.md, G2).
 
 The log shows the virtual time of each band and the start tags of leaves. The check computes the tags of inner
-nodes from the dispatched service, and recomputes start tags by the rules of docs/fairness.md; the class
-`Services` checks the bound on the dispatched service. The check is independent on purpose: it shares no code
-with the queue under check.
+nodes from the dispatched service, and recomputes start tags by the rules of docs/fairness.md. The check is
+independent on purpose: it shares no code with the queue under check.
 """
 
 import heapq
-from dataclasses import dataclass, field
 
 from picker_tools.audit.checks import Check, Finding
+from picker_tools.audit.flow_queues import FlowQueue, Level, Service
 from picker_tools.audit.log import GUARD, Entry
 from picker_tools.audit.nodes import INNER, ROOT
 from picker_tools.audit.replay import (
     RUNNING,
-    FlowQueue,
     OpenRequest,
     Replay,
     RequestState,
@@ -28,35 +26,12 @@ from picker_tools.audit.replay import (
     Step,
     same,
 )
-from picker_tools.audit.service import Services
 
 _FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
 _FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
 _KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children for at least this long
 _NO_TURNS = frozenset({"tuned", "tenant", "topped_up", "charged", "refunded", "used"})
-
-
-@dataclass(slots=True)
-class _Level:
-    """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and the
-    time of the last change of either.
-
-    Children that become backlogged and owe nothing for earlier service start at the virtual time v. On each
-    level all such newcomers together are charged like one child of weight 1. When too many have started,
-    further children start one share later (docs/fairness.md, "New flows").
-
-    The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
-    the lesser of both possible tags; `slack` is the largest difference of backlogged children.
-    """
-
-    v: float | None
-    charged: float | None
-    new_tag: float | None  # the tag of a child not seen before; None: unknown
-    changed_us: int = 0
-    slack: float = 0.0
-    # Children by start tag: a heap that drops outdated items when they reach the top.
-    heap: list[tuple[float, str]] = field(default_factory=list)
 
 
 class Fairness(Check):
@@ -70,10 +45,8 @@ class Fairness(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._complete = replay.complete  # whether the log has shown all service so far
-        self._levels: dict[tuple[int, str], _Level] = {}
-        self._services = Services(finding, replay, self._order)
-        self._slack: dict[tuple[int, str], float] = {}  # member -> by how much its tag may be higher
-        self._tag_entries: dict[tuple[int, str], Entry] = {}  # member -> the last entry that set its tag
+        self._collected: set[int] = set()  # bands that have begun anew since all was unknown
+        self._is_forgotten = False
         self._has_dropped = False
         self._idle: dict[int, bool] = {}  # band -> whether nothing has waited or run since its last entry
         self._settings: tuple[Rules | None, int] = (None, 0)
@@ -85,6 +58,7 @@ class Fairness(Check):
         if not replay.settled or replay.rules is None:
             self._forget()
             return
+        self._is_forgotten = False
         if entry.event == "rebased" and entry.tag is not None:
             self._rebase(entry.band, entry.tag)
         if entry.event == "collected":
@@ -99,8 +73,8 @@ class Fairness(Check):
     def close(self) -> None:
         """Check the service of every member that is still backlogged."""
         if self._replay.last is not None:
-            for member in self._services.open():
-                self._services.check(member, self._replay.last)
+            for member in self._replay.flow_queues.all():
+                self._check_service(member, self._replay.last)
 
     def _follow_member(self, step: Step, rules: Rules) -> None:
         entry, request, flow_queues = step.entry, step.request, self._replay.flow_queues
@@ -127,25 +101,25 @@ class Fairness(Check):
     def _follow_band(self, entry: Entry) -> None:
         """Follow a sweep of an idle pool: it sets the band's virtual time to the highest tag, so that all
         members of the band start equal."""
-        root = self._level((entry.band, ROOT))
+        root = self._level(self._root(entry.band))
         was_idle = self._idle.get(entry.band, False)
         idle = entry.stock == 0 and entry.queued == 0
         for band in {*self._idle, entry.band}:
             self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
         if root.v is None or not was_idle or entry.v <= root.v:
             return
-        members = self._children(self._replay.flow_queues.at((entry.band, ROOT)))
-        is_known = self._complete and not any(each.key in self._slack for each in members)
+        members = self._children(self._root(entry.band))
+        is_known = self._complete and not any(each.slack for each in members)
         highest = max((each.tag for each in members if each.tag is not None), default=0.0)
         if is_known and not same(highest, entry.v):
             return  # `_show_band` reports the virtual time
         root.v = entry.v
         for each in members:
-            self._slack.pop(each.key, None)
+            each.slack = 0.0
 
     def _show_band(self, entry: Entry) -> None:
         """Check the band's virtual time after the decision of `entry`."""
-        root = self._level((entry.band, ROOT))
+        root = self._level(self._root(entry.band))
         expected, root.v = root.v, entry.v
         if expected is not None and not same(expected, entry.v) and not root.slack:
             what = f"virtual time of band {entry.band} is {entry.v:g}, expected {expected:g}"
@@ -176,7 +150,7 @@ class Fairness(Check):
         """A request makes `member`, and perhaps ancestors, backlogged."""
         while member.parent is not None:
             parent = member.parent
-            level, share = self._level(parent.key), self._share(member, entry)
+            level, share = self._level(parent), self._share(member, entry)
             self._expire(parent, level, entry)
             if level.v is None and level.new_tag == _FRESH:
                 level.v = level.charged = shown or 0.0
@@ -208,18 +182,18 @@ class Fairness(Check):
             member = parent
 
     def _set_start(
-        self, member: FlowQueue, level: _Level, start: float | None, shown: float | None, entry: Entry
+        self, member: FlowQueue, level: Level, start: float | None, shown: float | None, entry: Entry
     ) -> None:
         assert member.parent is not None
-        slack = 0.0
-        if member.tag is not None and start is not None:
-            slack = max(0.0, member.tag + self._slack.get(member.key, 0.0) - start)
-        self._set_slack(member, slack)
-        level.slack = max(level.slack if member.parent.ordered else 0.0, slack)
+        if member.tag is None or start is None:
+            member.slack = 0.0
+        else:
+            member.slack = max(0.0, member.tag + member.slack - start)
+        level.slack = max(level.slack if member.parent.ordered else 0.0, member.slack)
         self._set_tag(member, start)
         if shown is not None:
             self._expect(member, entry, shown)
-        self._services.begin(member, entry)
+        self._begin(member, entry)
 
     def _serve(self, leaf: FlowQueue, entry: Entry) -> None:
         blocked, is_turn = leaf.throttled_by, entry.by != GUARD
@@ -232,12 +206,12 @@ class Fairness(Check):
         self._expect(leaf, entry)
         for member in leaf.chain:
             assert member.parent is not None
-            level, share = self._level(member.parent.key), self._share(member, entry)
+            level, share = self._level(member.parent), self._share(member, entry)
             member.largest = max(member.largest, share)
             is_unsure = member.tag is None or level.slack > 0
             if is_unsure and member.parent.parent is None and is_turn and entry.v > (level.v or 0.0):
                 member.tag = entry.v  # the band's virtual time shows the tag
-            self._services.check(member, entry)
+            self._check_service(member, entry)
             if member.tag is None:
                 continue
             if is_turn:
@@ -245,9 +219,12 @@ class Fairness(Check):
             if is_turn and (level.v is None or member.tag > level.v):
                 level.v, level.changed_us = member.tag, entry.time_us
             self._set_tag(member, member.tag + share, entry)
-            self._services.serve(member, share, entry)
+            if member.service is None:
+                self._begin(member, entry)
+            else:
+                self._check_service(member, entry, share=share)
 
-    def _check_turn(self, member: FlowQueue, tag: float, level: _Level, entry: Entry) -> None:
+    def _check_turn(self, member: FlowQueue, tag: float, level: Level, entry: Entry) -> None:
         """Check that no sibling in order precedes `member`, which `entry` serves at `tag`."""
         heap = level.heap
         while heap and not level.slack:
@@ -265,15 +242,15 @@ class Fairness(Check):
     def _leave(self, member: FlowQueue, entry: Entry) -> None:
         """`member` leaves its parent's order, and so does each ancestor without another child in order."""
         while member.parent is not None and member.is_servable:
-            self._services.check(member, entry)
-            self._services.end(member)
+            self._check_service(member, entry)
+            member.service = None
             if member.parent.ordered > 1:
                 break
             member = member.parent
         self._drop_idle()
 
     def _throttle(self, member: FlowQueue, entry: Entry) -> None:
-        self._services.check(member, entry)
+        self._check_service(member, entry)
         self._expect(member, entry)
         self._leave(member, entry)
 
@@ -281,19 +258,19 @@ class Fairness(Check):
         """Put `throttled` and each ancestor without a child in order back in order; nothing catches up."""
         for member in throttled.chain:
             assert member.parent is not None
-            level = self._level(member.parent.key)
+            level = self._level(member.parent)
             tag = self._tag(member, level)
             self._set_tag(member, None if tag is None or level.v is None else max(level.v, tag))
             if member is throttled:
                 self._expect(member, entry)
-            self._services.begin(member, entry)
+            self._begin(member, entry)
             if member.parent.ordered or member.parent.throttled:
                 return
 
     def _correct(self, leaf: FlowQueue, request: OpenRequest | None, entry: Entry) -> None:
         for member in leaf.chain:
             assert member.parent is not None
-            level, change = self._level(member.parent.key), entry.number
+            level, change = self._level(member.parent), entry.number
             if member is not leaf:
                 change *= self._share(member, entry) / self._share(leaf, entry)
             self._set_tag(member, self._tag(member, level))
@@ -307,8 +284,7 @@ class Fairness(Check):
                     if own is None or (entry.tag is not None and same(entry.tag, own + change)):
                         member.tag = own
                 else:
-                    slack = level.v - max(member.tag, 0.0)
-                    self._set_slack(member, max(self._slack.get(member.key, 0.0), slack))
+                    member.slack = max(member.slack, level.v - max(member.tag, 0.0))
                 if member.tag == _FRESH:
                     member.tag = level.v
             self._adjust(member, change, entry)
@@ -318,9 +294,9 @@ class Fairness(Check):
         """Change the tag of `member` by `change`: its charge has changed."""
         if member.tag is None:
             return
-        self._services.check(member, entry)
+        self._check_service(member, entry)
         self._set_tag(member, member.tag + change)
-        self._services.check(member, entry, share=change, is_correction=True)
+        self._check_service(member, entry, share=change, is_correction=True)
 
     def _expect(self, member: FlowQueue, entry: Entry, shown: float | None = None) -> None:
         """Check that `entry` shows the tag of `member` (or `shown`), then continue with the logged tag."""
@@ -329,18 +305,42 @@ class Fairness(Check):
         if shown is None:
             self._finding.add(f"the entry {entry.event} of {_named(member)} shows no tag", entry)
             return
-        slack = self._slack.pop(member.key, 0.0)
+        slack, member.slack = member.slack, 0.0
         if member.parent is not None:
-            slack = max(slack, self._level(member.parent.key).slack)
+            slack = max(slack, self._level(member.parent).slack)
         if member.tag is not None and not slack and not same(member.tag, shown):
             what = f"tag of {_named(member)} is {shown:.12g}, expected {member.tag:.12g}"
             self._finding.add(what, *self._evidence(member, entry))
-            self._services.end(member)
+            member.service = None
         self._set_tag(member, shown, entry)
 
-    def _evidence(self, member: FlowQueue, entry: Entry) -> list[Entry]:
-        last = self._tag_entries.get(member.key)
-        return [last, entry] if last else [entry]
+    @staticmethod
+    def _evidence(member: FlowQueue, entry: Entry) -> list[Entry]:
+        return [member.tag_entry, entry] if member.tag_entry else [entry]
+
+    # Service of members.
+
+    def _begin(self, member: FlowQueue, since: Entry) -> None:
+        """Record that `member` became backlogged at `since`."""
+        v, slack = self._order(member)
+        if v is not None and member.tag is not None:
+            member.service = Service.begin(since, member.tag, v, member.largest + slack)
+
+    def _check_service(
+        self, member: FlowQueue, entry: Entry, *, share: float = 0.0, is_correction: bool = False
+    ) -> None:
+        """Check the service of `member` just before `entry`, or after `entry` dispatched its `share`, or
+        corrected its charge by `share`."""
+        service = member.service
+        v, slack = self._order(member)
+        if service is None or v is None or member.tag is None:
+            return
+        self._finding.checked += 1
+        wrong = service.add(share, member.tag, v, member.largest + slack, is_correction=is_correction)
+        if wrong:
+            what = f"service of {member.name.removesuffix(INNER)!r}, backlogged throughout, is {wrong}"
+            self._finding.add(what, service.since, entry)
+            member.service = None
 
     # Tags.
 
@@ -348,43 +348,40 @@ class Fairness(Check):
         """The virtual time and the slack of the order to which `member` belongs; the root belongs to none."""
         if member.parent is None:
             return None, 0.0
-        level = self._level(member.parent.key)
+        level = self._level(member.parent)
         return level.v, level.slack
 
-    def _level(self, key: tuple[int, str]) -> _Level:
-        level = self._levels.get(key)
-        if level is None:
-            known = 0.0 if self._complete and (key[1] == ROOT or not self._has_dropped) else None
-            level = self._levels[key] = _Level(known, known, _FRESH if self._complete else None)
-        return level
+    def _root(self, band: int) -> FlowQueue:
+        return self._replay.flow_queues.at((band, ROOT))
 
-    def _tag(self, member: FlowQueue, level: _Level) -> float | None:
+    def _level(self, parent: FlowQueue) -> Level:
+        if parent.level is None:
+            all_known = self._complete or parent.band in self._collected
+            known = 0.0 if all_known and (parent.name == ROOT or not self._has_dropped) else None
+            parent.level = Level(known, known, _FRESH if all_known else None)
+        return parent.level
+
+    def _tag(self, member: FlowQueue, level: Level) -> float | None:
         return level.new_tag if member.tag is None else member.tag
 
     def _set_tag(self, member: FlowQueue, tag: float | None, entry: Entry | None = None) -> None:
         """Insert `member` into its parent's order; `entry`: the log entry that shows or explains the tag."""
         member.tag = tag
         if entry is not None:
-            self._tag_entries[member.key] = entry
+            member.tag_entry = entry
         if tag is None or member.parent is None:
             return
-        heap = self._level(member.parent.key).heap
+        heap = self._level(member.parent).heap
         heapq.heappush(heap, (tag, member.name))
         if len(heap) > 4 * len(self._replay.flow_queues) + 64:
             children = self._children(member.parent)
             heap[:] = [(each.tag, each.name) for each in children if each.tag is not None]
             heapq.heapify(heap)
 
-    def _set_slack(self, member: FlowQueue, slack: float) -> None:
-        if slack > 0:
-            self._slack[member.key] = slack
-        else:
-            self._slack.pop(member.key, None)
-
     def _children(self, parent: FlowQueue) -> list[FlowQueue]:
         return [each for each in self._replay.flow_queues.of(parent.band) if each.parent is parent]
 
-    def _expire(self, parent: FlowQueue, level: _Level, entry: Entry) -> None:
+    def _expire(self, parent: FlowQueue, level: Level, entry: Entry) -> None:
         """A node whose children were idle for long may have lost their tags."""
         if parent.ordered or parent.parent is None or level.v is None:
             return
@@ -392,7 +389,7 @@ class Fairness(Check):
             return
         for each in self._children(parent):
             if each.tag is not None and each.tag > level.v and not each.throttled:
-                self._set_slack(each, self._slack.get(each.key, 0.0) + each.tag - level.v)
+                each.slack += each.tag - level.v
                 each.tag = level.v
 
     def _share(self, member: FlowQueue, entry: Entry) -> float:
@@ -408,14 +405,12 @@ class Fairness(Check):
 
     def _forget(self) -> None:
         """Entries are not checked, or flow queues changed places: all tags are unknown from here on."""
-        if not (self._levels or self._complete):
+        if self._is_forgotten:
             return
-        self._complete = False
-        self._services.clear()
-        self._slack.clear()
-        self._levels.clear()
+        self._is_forgotten, self._complete = True, False
+        self._collected.clear()
         for queue in self._replay.flow_queues.all():
-            queue.tag = None
+            queue.tag, queue.slack, queue.service, queue.level = None, 0.0, None, None
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
         """Begin new backlogged intervals under new settings: earlier service used other shares."""
@@ -423,32 +418,36 @@ class Fairness(Check):
         self._settings = rules, self._replay.nodes.version
         if before is not None and before.separator != rules.separator:
             self._forget()
-        self._services.restart(self._share)
-        for queue in self._replay.flow_queues.all():
+        flow_queues = self._replay.flow_queues
+        for queue in flow_queues.all():
+            queue.service, queue.largest = None, 0.0
+        for request in self._replay.requests.values():
+            if request.state is RequestState.QUEUED:
+                for member in flow_queues.at(request.queue_key).chain:
+                    member.largest = max(member.largest, self._share(member, request.first_entry))
+        for queue in flow_queues.all():
             if queue.is_servable:
-                self._services.begin(queue, entry)
+                self._begin(queue, entry)
 
     def _collect(self, band: int) -> None:
         """Forget band number `band`, which is unused: the number's next band starts at virtual time 0."""
+        self._collected.add(band)
         for queue in self._replay.flow_queues.of(band):
-            self._services.end(queue)
-            self._slack.pop(queue.key, None)
-            self._tag_entries.pop(queue.key, None)
-            queue.tag = _FRESH
-        for key in [(band, ROOT), *(key for key in self._levels if key[0] == band)]:
-            self._levels[key] = _Level(0.0, 0.0, _FRESH)
+            queue.tag, queue.tag_entry, queue.slack = _FRESH, None, 0.0
+            queue.service = queue.level = None
         self._idle.pop(band, None)
 
     def _rebase(self, band: int, by: float) -> None:
         """Lower the tags of the band's children by `by`; the differences of tags stay the same."""
-        root = self._level((band, ROOT))
+        root = self._level(self._root(band))
         root.v = None if root.v is None else root.v - by
         root.charged = None if root.charged is None else max(root.charged - by, 0.0)
         root.heap.clear()
-        for queue in self._children(self._replay.flow_queues.at((band, ROOT))):
+        for queue in self._children(self._root(band)):
             if queue.tag is not None:
                 self._set_tag(queue, queue.tag - by)
-                self._services.rebase(queue, by)
+                if queue.service is not None:
+                    queue.service.rebase(by)
 
     def _drop_idle(self) -> None:
         """Drop members whose tags have no effect, if there are many: the scripts drop these tags, too."""
@@ -464,12 +463,10 @@ class Fairness(Check):
         for each in reversed(flow_queues.all()):
             if each.parent is None or each.waiting or each.children or each.key in charged:
                 continue
-            level = self._level(each.parent.key)
+            level = self._level(each.parent)
             if level.v is not None and each.tag is not None and each.tag <= level.v:
                 flow_queues.drop(each)
                 self._has_dropped = True
-                for of_member in (self._slack, self._tag_entries, self._levels):
-                    of_member.pop(each.key, None)
 
 
 def _named(member: FlowQueue) -> str:

@@ -7,8 +7,6 @@ requests start once the last such request has left.
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +14,9 @@ import msgspec
 
 from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.request import largest_claim
+from picker_tools.audit.flow_queues import FlowQueues
 from picker_tools.audit.log import CHARGES, ENDS, THROTTLING, Entry, EntryError
-from picker_tools.audit.nodes import INNER, ROOT, Nodes, ancestry
+from picker_tools.audit.nodes import Nodes
 
 
 class BandLimits(msgspec.Struct, frozen=True):
@@ -236,152 +235,6 @@ class Step:
     @property
     def returns_stock(self) -> bool:
         return self.before in RUNNING and self.after not in RUNNING
-
-
-@dataclass(slots=True, eq=False)
-class FlowQueue:
-    """The requests of one flow that wait in one band. `tag` is the flow's start tag while the flow is
-    backlogged, else its finish tag; None: unknown.
-
-    `largest` is the largest share of all waiting and served requests of the flow.
-
-    The flow queues of a band are the leaves of a tree; each inner node has a FlowQueue, too, whose `waiting`
-    counts the requests of all flows below, and `ordered` the children that take turns. `parent` is None for
-    the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
-    """
-
-    band: int
-    name: str
-    parent: "FlowQueue | None" = None
-    children: int = 0
-    ordered: int = 0
-    waiting: int = 0
-    throttled: bool = False
-    tag: float | None = None
-    largest: float = 0.0
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return self.band, self.name
-
-    @property
-    def is_inner(self) -> bool:
-        return self.name.endswith(INNER)
-
-    @property
-    def is_servable(self) -> bool:
-        """Whether the flow queue takes turns among the children of its parent."""
-        return not self.throttled and (self.ordered > 0 if self.is_inner else self.waiting > 0)
-
-    @property
-    def chain(self) -> Iterator["FlowQueue"]:
-        """The flow queue and its ancestors below the root: all that take turns on the way to the flow."""
-        each = self
-        while each.parent is not None:
-            yield each
-            each = each.parent
-
-    @property
-    def throttled_by(self) -> "FlowQueue | None":
-        """The flow queue itself or its ancestor that is throttled; None if there is none."""
-        return next((each for each in self.chain if each.throttled), None)
-
-
-class FlowQueues:
-    """All flow queues that have waiting requests or a tag that is still needed.
-
-    `separator`: divides a flow's name into the names of its path in the tree of tenants; '' without a tree.
-    """
-
-    def __init__(self, separator: str = "") -> None:
-        self.separator = separator
-        self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
-        self._servable: Counter[int] = Counter()
-        # The latest logged priority of each band, by the band's number.
-        self.priorities = {number: band.priority for number, band in enumerate(NAMED)}
-
-    def find(self, key: tuple[int, str]) -> FlowQueue | None:
-        return self._flow_queues.get(key)
-
-    def at(self, key: tuple[int, str]) -> FlowQueue:
-        """The flow queue with the key `key`, if necessary a new flow queue with an unknown tag."""
-        queue = self._flow_queues.get(key)
-        if queue is None:
-            parent = self._parent(key)
-            queue = self._flow_queues[key] = FlowQueue(*key, parent)
-            if parent is not None:
-                parent.children += 1
-        return queue
-
-    def _parent(self, key: tuple[int, str]) -> FlowQueue | None:
-        band, name = key
-        if name == ROOT:
-            return None
-        paths = ancestry(name.removesuffix(INNER), self.separator)
-        return self.at((band, paths[-2] + INNER if len(paths) > 1 else ROOT))
-
-    def of(self, band: int) -> list[FlowQueue]:
-        return [queue for queue in self._flow_queues.values() if queue.band == band]
-
-    def all(self) -> list[FlowQueue]:
-        return list(self._flow_queues.values())
-
-    def above(self, priority: int) -> list[int]:
-        """The bands of a higher priority that have a servable flow queue."""
-        return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
-
-    @property
-    def have_turns(self) -> bool:
-        """Whether any band has a flow queue that takes turns."""
-        return any(self._servable.values())
-
-    def collect(self, band: int) -> None:
-        """Forget a band that has become empty."""
-        for queue in reversed(self.of(band)):  # children before their parents
-            if not (queue.waiting or queue.children):
-                self.drop(queue)
-        self.priorities.pop(band, None)
-
-    def wait(self, queue: FlowQueue, change: int) -> None:
-        """Add `change` to the number of requests waiting in `queue`."""
-        was_servable = queue.is_servable
-        for each in queue.chain:
-            each.waiting += change
-        self._take_turns(queue, was_servable)
-
-    def set_throttled(self, queue: FlowQueue, throttled: bool) -> None:
-        was_servable = queue.is_servable
-        queue.throttled = throttled
-        self._take_turns(queue, was_servable)
-
-    def unthrottle_empty(self) -> None:
-        for queue in self._flow_queues.values():
-            if not queue.waiting:
-                queue.throttled = False
-
-    def clear(self) -> None:
-        self._flow_queues.clear()
-        self._servable.clear()
-
-    def drop(self, queue: FlowQueue) -> None:
-        """Forget a flow queue that has become empty and has no children."""
-        del self._flow_queues[queue.key]
-        if queue.parent is not None:
-            queue.parent.children -= 1
-
-    def __len__(self) -> int:
-        return len(self._flow_queues)
-
-    def _take_turns(self, queue: FlowQueue, was_servable: bool) -> None:
-        """Count a flow queue that begins or ceases to take turns, and its ancestors that do so with it."""
-        while (change := queue.is_servable - was_servable) and queue.parent is not None:
-            was_servable = queue.parent.is_servable
-            queue = queue.parent
-            queue.ordered += change
-            if not queue.ordered:
-                queue.throttled = False  # a node without children in order leaves the throttled nodes
-        if queue.parent is None:
-            self._servable[queue.band] += change
 
 
 def same(left: float, right: float) -> bool:
