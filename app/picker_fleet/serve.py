@@ -39,6 +39,7 @@ from picker_fleet.telemetry import logs
 from picker_kubernetes import chart_flags
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.5  # between looks at readiness
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     try:
         http_port = await checks.start() if checks is not None else 0
         operated = [pool.operated for pool in pools.values()]
-        api_app = api.create(operated, settings, full=lambda: grpc_server.full)
+        api_app = api.create(operated, settings, full=lambda: grpc_server.full or _cut_off(pools.values()))
         async with admin_server.serving(
             api_app, settings.admin.listen, certificates=admin_certificates
         ) as admin:
@@ -166,15 +167,25 @@ def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | N
     return Certificates(tls, name, protocol) if tls is not None else None
 
 
+def _cut_off(pools: Iterable[Pool]) -> str:
+    """The reason why Envoy should use other replicas; '' without one."""
+    return "only other replicas reach Redis" if all(pool.admission.is_cut_off for pool in pools) else ""
+
+
 async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer | None) -> None:
-    """Report ready once this replica has joined each pool, so that it may admit requests."""
+    """Report ready once this replica has joined each pool, so that it may admit, unless it is cut off."""
     for pool in pools:
         await pool.membership.known()
-    server.set_ready(True)
-    if checks is not None:
-        checks.set_ready(True)
-    _log.info("ready")
-    await asyncio.Event().wait()
+    was_ready = False
+    while True:
+        ready = not _cut_off(pools)
+        if ready != was_ready:
+            server.set_ready(ready)
+            if checks is not None:
+                checks.set_ready(ready)
+            _log.info("ready" if ready else _cut_off(pools))
+        was_ready = ready
+        await asyncio.sleep(_LOOK_S)
 
 
 @contextlib.asynccontextmanager

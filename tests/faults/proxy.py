@@ -7,6 +7,7 @@ The proxy's attributes and methods take effect at once, on old and new connectio
         between.stalled = True              # both directions stall; no data is lost
         between.hold(True)                  # replies wait until hold(False) or pass_one(); requests pass
         between.vanished = True             # half-open: drops data in both directions, closes nothing
+        between.vanished_for = b"vm-1"      # the same for connections on which this text is sent
         between.refusing = True             # new connections are closed at once
         between.lose_replies = 3            # drop each of the next replies and reset its connection,
                                             # after the server has executed the command
@@ -43,6 +44,7 @@ class Proxy:
         self.port = 0
         self.delay_s = 0.0
         self.vanished = self.refusing = False
+        self.vanished_for = b""
         self.lose_replies = self.lose_script_replies = self.spared = 0
         self.drop_messages = False
         self.connections = self.lost = self.dropped = 0
@@ -131,14 +133,14 @@ class _Link:
     def __init__(self, proxy: Proxy, client: Ends, server: Ends) -> None:
         self._proxy = proxy
         self._client, self._server = client, server
-        self._subscribed = self._calls = False
+        self._subscribed = self._calls = self._is_chosen = False
         self._called = 0
         self._replies_read = hiredis.Reader()  # parses the server's replies to a subscriber
         self.stranded = False
 
     @property
     def _gone(self) -> bool:
-        return self.stranded or self._proxy.vanished
+        return self.stranded or self._proxy.vanished or (self._is_chosen and self._proxy.vanished_for != b"")
 
     def cut(self) -> None:
         self._client[1].transport.abort()
@@ -157,6 +159,8 @@ class _Link:
         refused = hiredis.Reader()  # commands and replies have the same wire format
         while data := await reader.read(_CHUNK):
             await self._proxy.requests_flow.wait()
+            chosen = self._proxy.vanished_for
+            self._is_chosen = self._is_chosen or (chosen != b"" and chosen in data)
             if self._proxy.errors_left > 0:
                 refused.feed(data)
                 while refused.gets() is not False:

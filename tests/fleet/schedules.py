@@ -300,8 +300,9 @@ class World:
         )
 
     def any_node(self) -> Node:
-        """A random replica not known to be dead, as Envoy would choose."""
-        return self.dice.choice([each for each in self.nodes if not each.dead.is_set()])
+        """A random replica not known to be dead or cut off, as Envoy would choose."""
+        alive = [each for each in self.nodes if not each.dead.is_set()]
+        return self.dice.choice([each for each in alive if not each.pool.admission.is_cut_off] or alive)
 
     # Clients.
 

@@ -37,6 +37,8 @@ PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_
 class ScriptedGate:
     """A gate that places each request at `placement` or raises `error`; requests wait until `open` is set."""
 
+    is_cut_off = False
+
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.ledger = Ledger(lambda: 0.0)

@@ -384,6 +384,17 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     assert [item.id for item in items] == ["first", "last"]
 
 
+@on_both_transports
+async def test_a_replica_that_is_cut_off_ends_the_stream_after_its_next_message() -> None:
+    gate = ScriptedGate()
+    async with serving(gate) as channel:
+        call = channel.stream_unary(METHOD)(timeout=10)
+        gate.is_cut_off = True
+        await call.write(batch(entry()).SerializeToString())
+        assert await call == b""
+    assert gate.reported == [BARE_END]
+
+
 def test_access_log_entries_are_counted_by_kind() -> None:
     _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):

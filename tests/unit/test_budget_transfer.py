@@ -133,6 +133,13 @@ async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replic
         assert await them.ended_before(address, ["r"]) is None
 
 
+async def test_only_the_fleet_can_ask_whether_a_replica_uses_redis() -> None:
+    async with replica(gives, uses_redis=lambda: True) as address, replica(gives) as other:
+        assert await peers().uses_redis(address)
+        assert not await peers(keys=Keyring()).uses_redis(address)
+        assert not await peers().uses_redis(other)
+
+
 async def test_the_ended_ids_of_any_number_of_requests_arrive_over_tls() -> None:
     # The answer exceeds a new connection's flow-control window, and the question exceeds an HTTP/2 frame.
     many = {f"{n:036}": 1.0 for n in range(20_000)}

@@ -179,6 +179,10 @@ class DirectPeers(NoPeers):
         self.asked += 1
         return self.gate.failover.outage_count() if self.gate is not None else None
 
+    async def uses_redis(self, address: str) -> bool:
+        self.asked += 1
+        return self.gate is not None and self.gate.failover.uses_redis()
+
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         return self.gate.failover.ended_before(ids) if self.gate is not None else None
 
@@ -696,6 +700,27 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
         assert await bench.gate.confirm("mine", placement, 2 * LEASE_S)
         assert not await bench.gate.confirm("old", placement, 2 * LEASE_S)
         assert bench.store.alive == [("mine", placement.accounting_token), ("old", "")]
+
+
+async def test_a_replica_is_cut_off_while_it_lacks_redis_and_a_peer_does_not() -> None:
+    peers, clock = DirectPeers(), [0.0]
+    a = Bench(FULL, config={"leases": {"inflight": "2s", "access_log_interval": "1s"}}, peer_client=peers)
+    b = Bench(FULL, replica="b", clock=lambda: clock[0])
+    a.lose_redis()
+    waiting = await a.wait_here()
+    await until(lambda: peers.asked)  # replica `b` does not answer
+    assert not a.gate.is_cut_off
+    assert not waiting.done()
+    peers.gate = b.gate
+    with pytest.raises(StateUnavailable):  # the client must ask another replica
+        await waiting
+    assert a.gate.is_cut_off
+    clock[0] += 60.0  # Redis answers replica `b` no longer
+    await until(lambda: not a.gate.is_cut_off)
+    b.gate.failover.heartbeat_answered(FULL)
+    await until(lambda: a.gate.is_cut_off)
+    a.answer_heartbeats()
+    assert not a.gate.is_cut_off
 
 
 @pytest.mark.parametrize("redis", ["answers", "is away"])

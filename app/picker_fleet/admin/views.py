@@ -122,7 +122,7 @@ class FleetView:
     Redis cannot be read, BadCursor for a cursor of another list, and Refused (404) for an unknown name.
 
     A replica becomes ready with its first heartbeat to an existing pool. A replica that loses Redis stays
-    ready, because it still admits requests; its health reports the fault to operators.
+    ready while it admits requests; its health reports the fault to operators.
     """
 
     def __init__(

@@ -120,6 +120,11 @@ class Admission:
             clock=self._clock,
         )
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether other replicas use Redis and this one cannot: Envoy should use them."""
+        return self.failover.is_cut_off
+
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """Wait until the request has its turn and is placed on endpoints. The request is queued as if it had
         arrived `age_s` ago.
@@ -298,7 +303,7 @@ class Admission:
         self._is_shut_down = True
         self.queue.shut_down()
         if self.failover.outage is not None:
-            self.failover.outage.gate.shut_down()
+            self.failover.outage.gate.end_waits(ShuttingDown)
 
     async def _place(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
         """Admit through Redis or within the local budget; retry if Redis is lost or returns meanwhile."""

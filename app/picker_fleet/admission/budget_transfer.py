@@ -7,6 +7,7 @@ was late gets the same response. Amounts are in the stock's unit.
     Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
+    UsesRedis           {"uses"}: whether the replica uses Redis, and Redis has answered lately
 
 A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
 The function `handlers` serves the requests; failover sends requests by `GrpcPeers`.
@@ -30,7 +31,7 @@ from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.state.accounting_token import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
-_ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
+_ASK, _COUNT, _ENDED, _USES = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended", "UsesRedis"))
 _LONGEST_BYTES = 1024
 _IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
@@ -70,6 +71,7 @@ def handlers(
     *,
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
+    uses_redis: Callable[[], bool] = lambda: False,
 ) -> Mapping[str, Handler]:
     """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away up to
     `most` of the replica's budget.
@@ -117,7 +119,11 @@ def handlers(
         ended = ended_before(fields["ids"]) if fields is not None else None
         return orjson.dumps({"ended": ended} if ended is not None else {})
 
-    return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended}
+    async def answer_uses(stream: Stream) -> bytes:
+        is_signed = checked(_USES, await stream.read() or b"") is not None
+        return orjson.dumps({"uses": is_signed and uses_redis()})
+
+    return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended, _USES: answer_uses}
 
 
 class GrpcPeers:
@@ -152,6 +158,9 @@ class GrpcPeers:
             return OutageCount(**answer) if answer else None
         except TypeError:
             return None
+
+    async def uses_redis(self, address: str) -> bool:
+        return (await self._call(_USES, address, {}) or {}).get("uses") is True
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         ended: list[str] = []

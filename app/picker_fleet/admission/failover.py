@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 _JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
 _TICK_S = 0.2
 _RECOVER_S = 1.0  # pause before each attempt to recover lost budget
+_LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this time
+_CUT_OFF = 0.2  # part of `leases.inflight`; a replica without Redis for longer asks its peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class Failover:
         )
         self.state = _SHARED
         self.outage: Outage | None = None  # not None exactly while the state is not SHARED
+        self.is_cut_off = False  # whether other replicas use Redis and this one cannot
         self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
@@ -200,6 +203,11 @@ class Failover:
             return None
         running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
+
+    def uses_redis(self) -> bool:
+        """Whether this replica uses Redis, and Redis has answered lately."""
+        stock = self.stock
+        return self.outage is None and stock is not None and self._clock() - stock.seen_s < _LATELY_S
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
         """The subset of `ids` whose ends this replica received before the outage; None without one."""
@@ -306,11 +314,13 @@ class Failover:
         before, after = self.state, _TRANSITIONS.get((self.state, event))
         if after is None:
             return
+        self.is_cut_off = False
         if before is _SHARED:
             outage = self.begin_outage()
             transfer = BudgetTransfer(outage.gate, self._peer_client, self._peers.addresses)
             self._start(transfer.run, "budget-transfer")
             self._start(partial(self._recover_budget, outage), "budget-recovery")
+            self._start(partial(self._ask_peers, outage), "cut-off")
         elif after is _LOCAL:
             self.abort_resync()
         elif after is _RESYNCING:
@@ -404,6 +414,22 @@ class Failover:
                 )
                 outage.gate.release(lost)
             return
+
+    async def _ask_peers(self, outage: Outage) -> None:
+        """Notice that only some replicas lack Redis. Then Envoy must send requests and access-log entries to
+        the others: Redis would end the lease of each running request whose entries come here, and so would
+        admit another in its place (G1)."""
+        await asyncio.sleep(_CUT_OFF * self._fleet.config.settings.leases.inflight)
+        while True:
+            uses = await asyncio.gather(*map(self._peer_client.uses_redis, self._peers.addresses()))
+            was_cut_off, self.is_cut_off = self.is_cut_off, self.state is _LOCAL and any(uses)
+            if self.is_cut_off and not was_cut_off:
+                _log.warning("other replicas use Redis, and this one cannot: it takes no requests")
+            if self.is_cut_off:
+                outage.gate.end_waits(
+                    partial(StateUnavailable, "this replica has lost Redis", retry_after_s=1)
+                )
+            await asyncio.sleep(_RECOVER_S)
 
     def _go_local(self) -> None:
         self.state = _LOCAL

@@ -23,7 +23,6 @@ from picker_fleet.domain.errors import (
     Preempted,
     RequestError,
     RequestIdTaken,
-    ShuttingDown,
 )
 from picker_fleet.domain.request import InferenceRequest, largest_claim
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -283,9 +282,10 @@ class LocalGate:
             if not waiting.turn.done():
                 waiting.turn.set_result(False)
 
-    def shut_down(self) -> None:
+    def end_waits(self, error: Callable[[], RequestError]) -> None:
+        """Refuse every waiting request."""
         for waiting in self._queue.all():
-            self._end_wait(waiting, ShuttingDown())
+            self._end_wait(waiting, error())
 
     def _dispatch(self) -> None:
         """Give the free budget to the local queue and to waiting peers, in turn."""

@@ -42,6 +42,10 @@ class PeerClient(Protocol):
         """The subset of `ids` whose ends the replica received before its outage; None as for `count`."""
         ...
 
+    async def uses_redis(self, address: str) -> bool:
+        """Whether the replica at `address` says that it uses Redis."""
+        ...
+
     async def ask(self, address: str, least: float, most: float) -> float | None:
         """The budget that the replica at `address` gives (0: no budget); None without an answer."""
         ...

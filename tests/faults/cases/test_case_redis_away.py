@@ -1,4 +1,4 @@
-"""Redis is unavailable under load for a minute, and comes back empty or unchanged (G8)."""
+"""Redis is unavailable under load, for all replicas or for one (G8)."""
 
 import asyncio
 import time
@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_with_retry_after
+from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, format_ms, refused_with_retry_after
 from fault_case import Case
+from fleet_load import metric, one_token
+from proxy import Proxy
 from redis_servers import Server
+from whole_fleet import Fleet
 
 from picker_tools.load.generator import Answer, closed_loop, requests_of_flows
 
@@ -78,6 +81,33 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S
         await all_at_rest(here, servers)
+
+
+async def test_one_replica_loses_redis(faulty: Callable[..., Any], case: Case, between: Proxy) -> None:
+    away_s, service_s = 16, 24.0  # a lease of 6 s would end twice
+    case.describe(f"one replica, which gets Envoy's access log, loses Redis for {away_s} s")
+    leases = {"inflight": "6s", "access_log_interval": "2s", "replica_silence": "3s"}
+    size = {"servers": SERVERS, "each": EACH, "service_s": service_s, "leases": leases}
+    async with counted(faulty, between.url, **size) as (here, servers):
+        async with closed_loop(here.url, clients=CLIENTS, make_request=one_token) as load:
+            logged = await here.eventually(lambda: _logged(here), any, within_s=30, what="log entries")
+            between.vanished_for = here.state["replicas"][logged.index(max(logged))]["id"].encode()
+            await asyncio.sleep(away_s)
+            servers.service_s = SERVICE_S
+            between.vanished_for = b""
+            between.cut()
+            await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
+            await load.wait_for_served(2 * BOUND)
+        case.report(f"highest in flight {servers.peak} of {BOUND}")
+        assert servers.peak <= 2 * BOUND  # the replica may admit its share beyond the bound (docs/redis.md)
+        case.report(f"{len(refused_with_retry_after(load.history))} of {len(load.history)} requests refused")
+        await all_at_rest(here, servers)
+        await case.check(here, load.history, served_without_redis=True)
+
+
+async def _logged(here: Fleet) -> list[float]:
+    """The access-log entries of running requests that each replica has received."""
+    return [await metric(here, "epp_access_log_entries_total", each, kind="alive") for each in REPLICAS]
 
 
 def _rate(history: list[Answer], from_s: float, to_s: float) -> str:

@@ -118,15 +118,15 @@ class Collector:
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> tuple[Sequence[bytes], bool]:
-        """Handle one StreamAccessLogsMessage, which has no answer and is never the last. A malformed message
-        is dropped, so that the stream continues."""
+        """Handle one StreamAccessLogsMessage, which has no answer. A malformed message is dropped, so that
+        the stream continues. If this replica is cut off, the stream ends: Envoy opens another elsewhere."""
         try:
             message = als_pb2.StreamAccessLogsMessage.FromString(data)
         except DecodeError:
             _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
         else:
             self.take(message.http_logs.log_entry)
-        return (), False
+        return (), all(account.gate.is_cut_off for account in self._accounts)
 
     def take(self, entries: Iterable[Any]) -> None:
         """Report the HTTPAccessLogEntry messages `entries`, in order, each to its request's pool."""
