@@ -248,3 +248,15 @@ async def test_unsent_ends_omit_ends_that_may_have_reached_redis(fleet: OpenFlee
         for undecided in ("r3", "r4"):
             await a.store.cancel(undecided, 1, "cancelled")
         assert await it.at_rest()
+
+
+async def test_an_admission_whose_caller_has_gone_is_not_sent_again(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+        await it.redis.function_flush()
+        gone, wanted = a.store.admit(ask("gone"), "1", "*"), a.store.admit(ask("wanted"), "1", "*")
+        await asyncio.sleep(0)  # the message is sent
+        gone.cancel()
+        assert name_of(await wanted) == "placed"
+        assert await it.redis.hkeys(it.keys.prefix + "requests") == ["wanted"]
+        await a.settle("wanted")
+        assert await it.at_rest()

@@ -170,6 +170,16 @@ async def test_a_request_that_is_being_placed_is_not_registered_in_redis_again(b
     await task
 
 
+async def test_no_registration_is_awaited_of_a_request_that_has_got_its_turn(bench: Bench) -> None:
+    task = await bench.queued(PLACED)
+    bench.store.silent = True
+    registering = asyncio.create_task(bench.gate.queue.register_again())
+    await until(lambda: len(bench.store.ages_s) == 2)
+    bench.grant()
+    assert await registering
+    await task
+
+
 async def test_after_a_pause_the_request_of_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:
     # During the pause another replica has taken the granted request.
     task = await bench.queued(GONE)

@@ -458,8 +458,13 @@ class SharedQueue:
         if waiter.notification.done() or waiter.placing:
             return True
         choice = self._chooser.choose(waiter.request)
+        asking = self._ask(waiter, choice, now_s)
+        await asyncio.wait((asking, waiter.notification), return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            asking.cancel()  # if sent again late, the call would admit a request that has ended
+            return True
         try:
-            verdict = self._chosen(waiter, choice, await self._ask(waiter, choice, now_s))
+            verdict = self._chosen(waiter, choice, asking.result())
         except (StateUnavailable, WritesRefused):
             return False
         except RequestError as error:

@@ -208,7 +208,7 @@ def _without_ended(calls: list[Call], ends: Iterable[Call]) -> list[Call]:
     kept: list[Call] = []
     for call in calls:
         call.drop_renewals(ended)
-        is_cut = call.name == "renew" and any(item.answer.done() for item in call.items)
+        is_cut = call.name in ("renew", "admit") and any(item.answer.done() for item in call.items)
         kept += call.split() if is_cut else [call]
     return kept
 
