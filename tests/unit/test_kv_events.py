@@ -375,6 +375,27 @@ async def test_a_message_without_end_ends_the_connection_before_it_fills_the_mem
             assert await taken.get() < most
 
 
+async def test_a_message_whose_end_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("picker_fleet.endpoints.zmtp._ANSWER_S", 0.2)
+    ended = asyncio.Event()
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + bytes((4, len(ready))) + ready)
+        writer.write(b"\x01\x01a" + b"\x00\x09half")
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(100):
+                pass
+        ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
+        reader = KvEventReader(engine.sockets[0].getsockname()[1], Listener())
+        reader.set_targets([Endpoint("127.0.0.1:8000", {})])
+        async with running(reader.run()), asyncio.timeout(20):
+            await ended.wait()
+
+
 async def test_a_reader_of_many_engines_logs_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     reader = KvEventReader(1, Listener())
     reader.set_targets([Endpoint(f"127.0.{n // 250}.{n % 250 + 1}:8000", {}) for n in range(400)])

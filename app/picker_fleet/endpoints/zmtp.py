@@ -76,26 +76,31 @@ class Connection:
 
         Raises:
             ValueError: the message is too large, or malformed.
+            TimeoutError: the message does not end in time.
         """
-        parts: list[bytes] = []
-        left, until_s = _MOST_MESSAGE_BYTES, asyncio.get_running_loop().time() + idle_s
+        until_s = asyncio.get_running_loop().time() + idle_s
         while True:
             try:
-                async with asyncio.timeout_at(None if parts else until_s):
+                async with asyncio.timeout_at(until_s):
                     (flags,) = await self._reader.readexactly(1)
             except TimeoutError:
                 return None
-            body = await self._body(flags, left)
-            if flags & _COMMAND:
-                if body.startswith(_PING):
+            async with asyncio.timeout(_ANSWER_S):
+                if not flags & _COMMAND:
+                    return await self._parts(flags)
+                if (body := await self._body(flags, _MOST_MESSAGE_BYTES)).startswith(_PING):
                     self._write(_COMMAND, _PONG + body[_PING_CONTEXT])
                     await self._writer.drain()
-                await asyncio.sleep(_COMMAND_PAUSE_S)
-                continue
-            parts.append(body)
-            left -= len(body) + _PART_BYTES
-            if not flags & _MORE:
-                return parts
+            await asyncio.sleep(_COMMAND_PAUSE_S)
+
+    async def _parts(self, flags: int) -> list[bytes]:
+        """The parts of a message, whose first part has `flags`."""
+        parts, left = [await self._body(flags, _MOST_MESSAGE_BYTES)], _MOST_MESSAGE_BYTES
+        while flags & _MORE:
+            left -= len(parts[-1]) + _PART_BYTES
+            (flags,) = await self._reader.readexactly(1)
+            parts.append(await self._body(flags, left))
+        return parts
 
     async def _body(self, flags: int, most: int) -> bytes:
         length = await self._reader.readexactly(8 if flags & _LONG else 1)
