@@ -241,10 +241,10 @@ def test_the_number_of_scrapers_grows_with_the_number_of_endpoints(endpoints: in
     assert scrapers_wanted(endpoints) == wanted
 
 
-def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost:
+def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0, pages: int = 3) -> ScrapeCost:
     """The cost of scrapes: pages took `page_s` seconds at best, probes `probe_s` seconds."""
     made = ScrapeCost()
-    for late_s in (0.0, 0.5, 2.0):
+    for late_s in (0.0, 0.5, 2.0)[:pages]:
         made.add_page(page_s + late_s, read_s)
         made.add_probe(probe_s + late_s)
     return made
@@ -252,6 +252,7 @@ def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost
 
 @cases("page, owned, used, expected_s", {
     "a page of unknown cost": (ScrapeCost(), 1, True, 0.1),
+    "two slow pages of a busy host": (cost(2.0, pages=2), 1, True, 0.1),
     "a page of unknown cost, for views only": (ScrapeCost(), 1, False, 5.0),
     "a cheap page": (cost(0.0005), 1, True, 0.1),
     "a real vLLM, 8 ms of its API server": (cost(0.008), 1, True, 0.8),

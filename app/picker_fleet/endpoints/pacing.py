@@ -21,6 +21,7 @@ _SHARE = 0.01  # largest fraction of the server's, and of this replica's, time t
 _FETCH_CPU_S = 0.0002  # this replica's CPU seconds to fetch a page, without parsing
 _PROBE_CPU_S = 0.0001
 _KEPT = 8
+_LEAST_PAGES = 3  # one slow page on a busy host must not postpone the next page by `_LONGEST_S`
 _LONGEST_PAUSE_S = 5.0
 _DOUBLINGS = 30  # a pause doubles at most this many times, far beyond the longest pause
 
@@ -43,8 +44,8 @@ class ScrapeCost:
 
     @property
     def server_s(self) -> float:
-        """The server's time for a page: how much longer a page takes than a probe; 0 if unknown."""
-        if not self._pages:
+        """The server's time for a page: how much longer a page takes than a probe; 0 until it is known."""
+        if len(self._pages) < _LEAST_PAGES:
             return 0.0
         return max(0.0, min(self._pages) - min(self._probes, default=0.0))
 
