@@ -134,7 +134,7 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
-    parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
     options = parser.parse_args()
     about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
     with server() as redis_server:
