@@ -176,15 +176,15 @@ async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer |
     """Report ready once this replica has joined each pool, so that it may admit, unless it is cut off."""
     for pool in pools:
         await pool.membership.known()
-    was_ready = False
+    announced: str | None = None
     while True:
-        ready = not _cut_off(pools)
-        if ready != was_ready:
-            server.set_ready(ready)
+        reason = _cut_off(pools)
+        if reason != announced:
+            server.set_ready(not reason)
             if checks is not None:
-                checks.set_ready(ready)
-            _log.info("ready" if ready else _cut_off(pools))
-        was_ready = ready
+                checks.set_ready(not reason)
+            _log.info(reason or "ready")
+        announced = reason
         await asyncio.sleep(_LOOK_S)
 
 
