@@ -5,6 +5,7 @@ with each detector at its defaults and once with the best threshold that a searc
 replica in `standard`, runs behind the same Envoy, in front of the simulated servers of `__main__.py`.
 """
 
+import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -114,5 +115,5 @@ def _cells(records: list[Record]) -> list[str]:
         )
         for record in records
     ]
-    good = sorted(goodput)[len(goodput) // 2] / (to_s - from_s)
+    good = statistics.median(goodput) / (to_s - from_s)
     return [*median([each.between(*COMPARED_S) for each in records]).cells(), f"{good:.1f}"]

@@ -352,13 +352,16 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
             await asyncio.sleep(0.05)
 
 
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+PUBLISHER_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + bytes((4, len(_READY))) + _READY
+
+
 @pytest.mark.parametrize("part_bytes", [0, 100_000])
 async def test_a_message_without_end_ends_the_connection_before_it_fills_the_memory(part_bytes: int) -> None:
     most, taken = 30_000_000, asyncio.Queue[int]()
 
     async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
-        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + bytes((4, len(ready))) + ready)
+        writer.write(PUBLISHER_GREETING)
         parts, sent = 10 * (b"\x03" + part_bytes.to_bytes(8) + bytes(part_bytes)), 0
         with contextlib.suppress(ConnectionError):
             while sent < most:
@@ -380,8 +383,7 @@ async def test_a_message_whose_end_does_not_come_ends_the_connection(monkeypatch
     ended = asyncio.Event()
 
     async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
-        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + bytes((4, len(ready))) + ready)
+        writer.write(PUBLISHER_GREETING)
         writer.write(b"\x01\x01a" + b"\x00\x09half")
         with contextlib.suppress(ConnectionError):
             while await reader.read(100):
