@@ -4,6 +4,8 @@
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
 -- node in `tenants`. A request keeps the charges of the limits that have charged it; the others charge it when it
 -- starts. Each running request counts under a new bound; this call counts some of them, and sweeps count the others.
+-- Since a limit may have been raised, this call unthrottles the changed nodes; if a default has changed, sweeps
+-- unthrottle all nodes.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -16,7 +18,7 @@ local function set_tenants(args)
   reset_notifications(args[1])
   local hash = ({tenants = key.tenants, tenant_changes = key.tenant_changes})[args[2]]
   if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
-  local version, counts_running = '', false
+  local version, counts_running, changes_default = '', false, false
   if pool.known then
     for at = 3, #args, 2 do
       local path, node = args[at], args[at + 1]
@@ -24,6 +26,11 @@ local function set_tenants(args)
       log_change('tenant', path .. '\31' .. args[2] .. '\31' .. node)
       -- If a node is removed, the configured node or a default for its level is in force again, which may have a bound.
       counts_running = counts_running or node == '' or string.find(node, 'max_parallel', 1, true)
+      if string.sub(path, -1) == '*' then
+        changes_default = true
+      elseif settings.tenants then
+        quotas.ease({path = path, over_limit = 'queue'})
+      end
     end
     quotas.forget()
     version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
@@ -31,7 +38,11 @@ local function set_tenants(args)
     pool.touched = true
     if settings.tenants then
       if counts_running then quotas.count_running('0') end
-      for _, band in ipairs(BANDS) do queue.unthrottle_some(band) end -- a limit may have been raised
+      if changes_default then
+        defer_write('HSET', key.pool, 'throttled_page', queue.LAST_PAGE)
+        defer_write('HSET', key.pool, 'throttled_walk', '1')
+        defer_write('HSET', key.pool, 'sweep_more', '1')
+      end
     end
   end
   return finish_call({tostring(version)})

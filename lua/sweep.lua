@@ -264,8 +264,9 @@ local function sweep(args)
   local unseen_ms = tonumber(args[5])
   reset_notifications(owner)
   local swept_ms, was_more, workload_cursor, flow_workload_cursor, answer_cursor, walked, walks, swept_dispatches,
-    bounds_cursor = unpack(read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'flow_workload_cursor',
-      'answer_cursor', 'walk', 'walks', 'swept_dispatches', 'bounds_cursor'))
+    bounds_cursor, throttled_page, throttled_walk = unpack(read('HMGET', key.pool, 'swept_ms', 'sweep_more',
+      'workload_cursor', 'flow_workload_cursor', 'answer_cursor', 'walk', 'walks', 'swept_dispatches', 'bounds_cursor',
+      'throttled_page', 'throttled_walk'))
   swept_ms = tonumber(swept_ms or 0)
   local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
   if not pool.known or not (fresh or was_more == '1') then
@@ -289,8 +290,9 @@ local function sweep(args)
     if left > 0 then walked, walks = refresh_waiting(walked, left), walks + 1 end
     if walked ~= '0' and (pool.refiling == 1 or walks < WALKS) then more = true end
   end
+  local next_page = queue.unthrottle_page(tonumber(throttled_page or 0))
+  if next_page and throttled_walk == '1' then more = true else throttled_walk = '0' end
   for _, band in ipairs(BANDS) do
-    queue.unthrottle_some(band)
     upkeep.drop_stray_flow_queues(band, CHUNK)
     if fresh and settings.tenants then tenants.drop_idle_nodes(band, CHUNK, idle_ms) end
     if upkeep.drop_finish_tags(band, LIGHT) then more = true end
@@ -333,6 +335,7 @@ local function sweep(args)
   local counts = settings.tenants and (bounds_cursor or '0') ~= '0'
   if counts and (fresh or quotas.count_running(bounds_cursor)) then more = true end
   local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
+    throttled_page = next_page or queue.LAST_PAGE, throttled_walk = throttled_walk,
     workload_cursor = forget_idle(key.workloads, workload_cursor, workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, flow_workload_cursor, workloads.by_flow, idle_ms),
     answer_cursor = forget_idle(key.answers, answer_cursor, usage, idle_ms)}

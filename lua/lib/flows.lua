@@ -51,7 +51,7 @@ end
 -- order is a flow queue or an inner node; the `parent` of a member is an inner node, '' for the band itself. A turn
 -- goes from the band down to a flow queue, always to the least tag, and charges each member. An inner node is in
 -- its parent's order, or throttled, while any of its own children is in order.
-local queue = {flow_queue = order.flow_queue, has_lengths = false}
+local queue = {flow_queue = order.flow_queue, has_lengths = false, LAST_PAGE = 1e6}
 do
   local clamp = bands.clamp
 
@@ -416,10 +416,21 @@ do
     return true
   end
 
-  -- Put some throttled members of a band back in order, since what they wait for may have changed.
-  local SOME = 16
-  function queue.unthrottle_some(band)
-    for _, member in ipairs(read('ZRANGE', key.throttled[band], 0, SOME - 1)) do queue.unthrottle(band, member) end
+  -- Put a page of each band's throttled members back in order, since what they wait for may have changed. Pages go from
+  -- the last (`page` may lie beyond) to 0: a member that leaves moves no member to a page that has passed. Return the
+  -- next page, nil after page 0.
+  local PAGE = 16
+  function queue.unthrottle_page(page)
+    local longest = 0
+    for _, band in ipairs(BANDS) do longest = math.max(longest, read('ZCARD', key.throttled[band])) end
+    page = math.max(0, math.min(page, math.ceil(longest / PAGE) - 1))
+    for _, band in ipairs(longest > 0 and BANDS or {}) do
+      local first = page * PAGE
+      for _, member in ipairs(read('ZRANGE', key.throttled[band], first, first + PAGE - 1)) do
+        queue.unthrottle(band, member)
+      end
+    end
+    return page > 0 and page - 1 or nil
   end
 
   -- The start tag of a member that is in order, else false.

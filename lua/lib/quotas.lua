@@ -123,9 +123,9 @@ do -- a chunk may have 200 locals
     return limit.period .. ' ' .. exact(limit.owed)
   end
 
-  -- Nodes that queue and in this call got balance back or lost a waiting request: their next request may fit now.
+  -- Nodes that in this call got balance back, lost a waiting request or were changed: their next request may fit now.
   local eased, eased_count = {}, 0
-  local function ease(node)
+  function quotas.ease(node)
     if node.eased_in == calls or node.over_limit ~= 'queue' then return end
     node.eased_in, eased_count = calls, eased_count + 1
     eased[eased_count] = node
@@ -146,7 +146,7 @@ do -- a chunk may have 200 locals
           limit.changed_in, changed_count = calls, changed_count + 1
           changed[changed_count] = limit
         end
-        if has_waiting and amount < 0 and limit.node then ease(limit.node) end
+        if has_waiting and amount < 0 and limit.node then quotas.ease(limit.node) end
       end
     end
   end
@@ -377,7 +377,7 @@ do -- a chunk may have 200 locals
     end
     -- Nodes may have waited for the balance of this request.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and limits.uncharged or {}
-    for i = 1, #uncharged do ease(uncharged[i].node) end
+    for i = 1, #uncharged do quotas.ease(uncharged[i].node) end
     r.tenancy, seen = 0, nil
   end
 

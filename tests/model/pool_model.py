@@ -12,6 +12,7 @@ from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_M
 from shared_queue import SharedQueue
 from swept_quotas import SweptQuotas
 
+from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.tenants import Node, Price, Tree
 
 Choose = Callable[[str, dict[str, Burden]], str]
@@ -84,6 +85,7 @@ class PoolModel:
         # The nodes of tenants as set: by kind, path -> JSON; nodes in force replace `tenants`.
         self.tenants: dict[str, dict[str, str]] = {"tenants": {}, "tenant_changes": {}}
         self.tenants_version = 0
+        self._changed_nodes: list[str] = []  # paths of nodes that this call has changed
         self.quotas = SweptQuotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
         self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # (v, newcomers, changed at ms)
         self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
@@ -502,7 +504,8 @@ class PoolModel:
 
     def _end_waits(self) -> None:
         """Unthrottle the nodes whose balances may suffice again."""
-        eased = self.quotas.eased()
+        changed, self._changed_nodes = self._changed_nodes, []
+        eased = [child for path in changed for child in (path, path + INNER)] + self.quotas.eased()
         for priority in self.queue.bands:
             for child in eased:
                 self.queue.unthrottle(priority, child)

@@ -275,7 +275,8 @@ class QueueModel(PoolModel):
         if self.has_tenants and any(not text or "max_parallel" in text for text in nodes.values()):
             self.quotas.count_running(self.in_flight())
         if self.has_tenants:
-            self.queue.unthrottle_all()
+            self._changed_nodes = [path for path in nodes if not path.endswith("*")]
+            self._more = self._more or len(self._changed_nodes) < len(nodes)  # a default has changed
         return self._conclude([self.tenants_version])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:

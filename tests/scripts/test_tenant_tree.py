@@ -180,6 +180,43 @@ def test_a_changed_over_limit_grants_no_waiting_request_beyond_the_limit(it: Ten
     assert it.queued() == 0
 
 
+LEAVES = [f"acme/{number}" for number in range(40)]
+
+
+def limited(amount: int) -> dict[str, Any]:
+    return {"limits": [{"unit": "requests", "amount": amount, "per_ms": 86_400_000}]}
+
+
+def use_up(it: TenantPool, nodes: dict[str, Any]) -> None:
+    """One request of each leaf runs, and another waits for the limit of one request."""
+    it.start(100, nodes)
+    assert Counter(it.ask(leaf) for leaf in LEAVES * 2) == {"placed": 40, "queued": 40}
+
+
+def test_a_raised_limit_of_a_node_starts_its_request_at_once_whoever_else_waits(it: TenantPool) -> None:
+    use_up(it, {leaf: limited(1) for leaf in LEAVES})
+    it.set_nodes({LEAVES[-1]: limited(2)}, "tenant_changes")
+    assert it.queued() == 39
+
+
+def test_sweeps_in_a_row_start_the_requests_of_all_nodes_whose_default_is_raised(it: TenantPool) -> None:
+    use_up(it, {"acme/*": limited(1)})
+    it.set_nodes({"acme/*": limited(2)}, "tenant_changes")
+    while it.call("sweep", "b", 1000, 60_000, 300_000, 60_000)[7]:
+        pass
+    assert it.queued() == 0
+
+
+def test_one_sweep_after_another_reaches_each_throttled_flow(it: TenantPool) -> None:
+    use_up(it, {leaf: limited(1) for leaf in LEAVES})
+    assert [it.ask("last", limit=1) for _ in range(2)] == ["placed", "queued"]
+    it.publish(*addresses(2), version="f", upper_per=100, tenants=TREE)  # `last` may run two
+    for _ in range(3):
+        it.passes(1000)
+        it.call("sweep", "a", 1000, 60_000, 300_000, 60_000)
+    assert it.queued() == 40
+
+
 def test_a_pool_that_lost_its_counters_rebuilds_the_tree_and_its_running_requests(it: TenantPool) -> None:
     it.start(2, {"acme": {"max_parallel": 5}})
     flows = ("acme/a/x", "acme/b/x", "zeta/a")
