@@ -664,9 +664,8 @@ local function put_settings(base, overrides)
   end
   local former, separator = settings.tenants, base.tenants and base.tenants.separator
   base.tenancy = settings.tenancy
-  if (former == nil) ~= (separator == nil) then
-    base.tenancy = quotas.restart()
-  end
+  local switched = (former == nil) ~= (separator == nil)
+  if switched then base.tenancy = quotas.restart() end
   local text = cjson.encode(base)
   if pool.queued > 0 and (former and former.separator) ~= separator then
     pool.note_lost('tenants') -- the order is rebuilt from the records
@@ -691,4 +690,5 @@ local function put_settings(base, overrides)
     defer_write('HSET', key.pool, 'walk', '0')
   end
   log_change('tuned', text)
+  if switched and separator then quotas.count_running('0') end
 end

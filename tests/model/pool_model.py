@@ -150,12 +150,14 @@ class PoolModel:
         old, new = self.moment.settings, self._base | self._overrides
         changed = any(old.get(name) != new[name] for name in REFILED_BY)
         self.refiling = self.refiling or (changed and len(self.queue) > 0)
-        if bool(old.get("tenants")) != bool(new.get("tenants")):
-            self.quotas.restart({r.id for r in self.in_flight()})
         self.moment.settings = new
         self._put_tenants()
         self._put_bounds()
         self._log("tuned", "")
+        if bool(old.get("tenants")) != self.has_tenants:
+            self.quotas.restart({r.id for r in self.in_flight()})
+            if self.has_tenants:
+                self.quotas.count_running(self.in_flight())
 
     def _put_bounds(self) -> None:
         new, ready = self.moment.settings, self.endpoints.ready
