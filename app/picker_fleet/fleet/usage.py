@@ -8,6 +8,7 @@ the counts since its last heartbeat; nothing else is lost. Only fleets with tena
 import asyncio
 from collections.abc import Mapping
 from itertools import islice
+from operator import add
 from typing import NamedTuple
 
 from picker_fleet.domain.request import Completion, Outcome
@@ -61,11 +62,8 @@ class UsageMeter:
         if names not in counts:
             names = names if self._rows < MOST_ROWS else _OTHERS
             self._rows += names not in counts
-        former = counts.get(names, _NONE)
-        counts[names] = Usage(
-            former.requests + 1, former.unreported + unreported, former.prompt_tokens + prompt,
-            former.cached_tokens + cached, former.answer_tokens + answer, former.cost + cost,
-        )  # fmt: skip
+        added = 1, unreported, prompt, cached, answer, cost
+        counts[names] = Usage._make(map(add, counts.get(names, _NONE), added))
 
     async def flush(self, *, leaves: bool = False) -> None:
         """Send all counts, or else a mark that this replica has none. `leaves`: this is the last call.

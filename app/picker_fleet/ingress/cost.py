@@ -12,7 +12,7 @@ The cost rests on a client's claim: a request takes at most a share of the stock
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -44,13 +44,12 @@ SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members t
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
-_MOST_PARSED_BYTES = 64 * 1024  # bytes; elements of longer lists are counted without parsing
+_MOST_PARSED_BYTES = 64 * 1024  # elements of longer lists are counted unparsed; longer sections do not count
 _LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
-_LONGEST_SECTION_BYTES = 64 * 1024
 
 _IN_PROMPT = frozenset((*PROMPT_MEMBERS, *_ALL_PROMPTS, *media.MEMBERS, "query"))
 _SAMPLE_BYTES = 1024  # a longer body is judged by this many bytes from its middle
-_COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \\" + bytes(range(128, 256))
+_COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ " + bytes(range(128, 256))
 _SIZE_OF_A_FIELD_BYTE = 1.3  # bytes of fields such as `"temperature":0.7,`
 # Escaped characters that take two bytes in UTF-8, and escaped characters that mostly take three.
 _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"\\u[0-9a-fA-F]{4}")
@@ -62,12 +61,24 @@ _JSON_TEXTS = (msgspec.Raw, memoryview)  # Python builds a new union object each
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
+def is_one_text(members: Members) -> bool:
+    """Whether `members` certainly ask for one answer to one prompt, which is text or chat messages."""
+    if not SEVERAL.isdisjoint(members):
+        return False
+    for name in PROMPTS:
+        value = members.get(name)
+        if value is None or type(value) is str:
+            continue
+        if type(value) is not list or not value or type(value[0]) is not dict:
+            return False
+    return True
+
+
 def sequences(members: Members) -> int:
     """The number of sequences that an engine runs: prompts times answers per prompt, from 1 to 1 000 000."""
     prompts = 1
-    for name in _ALL_PROMPTS:
-        if name in members and (text := _list(name, members[name])):
-            prompts = max(prompts, _prompts_in(text, objects=name in _OBJECTS_ARE_PROMPTS))
+    for name, text in _lists(members):
+        prompts = max(prompts, _prompts_in(text, objects=name in _OBJECTS_ARE_PROMPTS))
     return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
 
 
@@ -96,49 +107,51 @@ def tokens(
     default: float,
     line: PromptLine = UNLEARNED,
     files: Sequence[tuple[int, int]] = (),
+    is_one: bool = False,
 ) -> Estimate:
     """Estimate a request's tokens.
 
     `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
+    `is_one` is the result of `is_one_text`: such a body has neither token ids nor sections.
     `line` is the line of the request's model. `count` is the number of sequences; `most` bounds the tokens of
     prompt plus answer in each; `default` is the assumed length of each of several answers of unknown length.
     """
-    answer = min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
-    ids, apart_bytes = _apart(members)
+    others = {name: value for name, value in members.items() if name not in _IN_PROMPT}
+    answer = min((_largest_in if is_one else _largest)(others, MAX_ANSWER), _MOST_ANSWER_TOKENS)
+    ids = 0
+    for name, text in () if is_one else _lists(members):
+        if _NUMBERS.match(text):
+            others[name] = members[name]
+            ids += text.count(b",") + 1
     media_bytes, media_tokens, found = media.of_form(body, files) if files else media.found(body, members)
-    size = _text_size(body, size_bytes, apart_bytes, media_bytes)
-    other_tokens = ids + media_tokens
-    prompt = min(max(1.0, line.tokens(size) + other_tokens), count * most, MOST_COST)
+    size = _text_size(body, size_bytes, _length(others), media_bytes)
+    other_tokens, bound = ids + media_tokens, min(count * most, MOST_COST)
+    prompt = min(max(1.0, line.tokens(size) + other_tokens), bound)
     told = round(size) if count == 1 and members and not other_tokens else 0
     if answer < 1 and count == 1:
         return Estimate(prompt, 0.0, True, told, found)
     known = int(answer) if answer >= 1 else default
-    answer = min(count * known, count * most - prompt, MOST_COST - prompt)
-    return Estimate(prompt, answer, False, told, found)
+    return Estimate(prompt, min(count * known, bound - prompt), False, told, found)
 
 
-def _list(name: str, value: object) -> bytes:
-    """The JSON text of the member `name` if it is a list of prompts or of numbers, else b''."""
-    if type(value) is str:
-        return b""
-    if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
-        return b""  # a list of chat messages is one prompt
-    text = _json(value)
-    return text if text[:1] == b"[" else b""
+def _lists(members: Members) -> Iterator[tuple[str, bytes]]:
+    """The name and JSON text of each member that is a list of prompts or of numbers."""
+    for name in _ALL_PROMPTS:
+        value = members.get(name, "")
+        if type(value) is str:
+            continue
+        if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
+            continue  # a list of chat messages is one prompt
+        if (text := _json(value)).startswith(b"["):
+            yield name, text
 
 
-def _apart(members: Members) -> tuple[float, int]:
-    """The number of token ids in the prompts, and the number of bytes outside the prompts' text."""
-    others, ids = {}, 0.0
-    for name, value in members.items():
-        if name not in _IN_PROMPT:
-            others[name] = value
-        elif name in _ALL_PROMPTS and (text := _list(name, value)) and _NUMBERS.match(text):
-            others[name] = value
-            ids += text.count(b",") + 1
-    if isinstance(next(iter(others.values()), None), _JSON_TEXTS):
-        return ids, sum(len(name) + len('"":,') + len(value) for name, value in others.items())
-    return ids, len(orjson.dumps(others))
+def _length(members: Members) -> int:
+    """The bytes of the members' JSON text."""
+    try:
+        return len(orjson.dumps(members))
+    except orjson.JSONEncodeError:  # the members are JSON texts
+        return sum(len(name) + len('"":,') + len(value) for name, value in members.items())
 
 
 def _text_size(body: bytes, size_bytes: int, apart_bytes: int, media_bytes: int) -> float:
@@ -155,11 +168,13 @@ def _text_size(body: bytes, size_bytes: int, apart_bytes: int, media_bytes: int)
 
 def _size(text: bytes) -> int:
     """The size of JSON text: each byte counts 1, each digit or punctuation mark 2, each backslash 0."""
-    backslashes = text.count(b"\\")
+    counted_twice = text.translate(None, _COUNTED_ONCE)
+    backslashes = counted_twice.count(b"\\")
     if backslashes and b"\\u" in text:
         text = _ESCAPED_3.sub(b"\xff" * 3, _ESCAPED_2.sub(b"\xff" * 2, text))
-        backslashes = text.count(b"\\")
-    return len(text) - backslashes + len(text.translate(None, _COUNTED_ONCE))
+        counted_twice = text.translate(None, _COUNTED_ONCE)
+        backslashes = counted_twice.count(b"\\")
+    return len(text) + len(counted_twice) - 2 * backslashes
 
 
 def _largest(members: Members, names: set[str]) -> float:
@@ -169,7 +184,7 @@ def _largest(members: Members, names: set[str]) -> float:
         value = members[section]
         if not isinstance(value, dict | list):
             text = _json(value)
-            if len(text) > _LONGEST_SECTION_BYTES:
+            if len(text) > _MOST_PARSED_BYTES:
                 continue
             value = orjson.loads(text)
         for each in value if isinstance(value, list) else (value,):  # SGLang: a section for each prompt
@@ -180,9 +195,9 @@ def _largest(members: Members, names: set[str]) -> float:
 
 def _largest_in(members: Members, names: set[str]) -> float:
     found = 0.0
-    for name in names.intersection(members):
-        value = members[name]
-        found = max(found, value if type(value) is int else _number(value))
+    for name, value in members.items():
+        if name in names:
+            found = max(found, value if type(value) is int else _number(value))
     return found
 
 

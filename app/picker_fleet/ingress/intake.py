@@ -434,7 +434,8 @@ class Intake:
         if usage will not show its tokens; the tokens of prompt and of answer, 0 without tenants; the number
         of media that others may encode."""
         members = ask.members
-        count = 1 if _is_one_sequence(members) else cost.sequences(members)
+        is_one = cost.is_one_text(members)
+        count = 1 if is_one else cost.sequences(members)
         encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
         if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
             return float(count), False, 0, 0.0, 0.0, media.found(ask.text, members)[2] if encoded else 0
@@ -447,6 +448,7 @@ class Intake:
             default=self._answer_tokens,
             line=self._prompt_line(model),
             files=ask.files,
+            is_one=is_one,
         )
         estimated = None
         if self._estimate_cost is not None:
@@ -457,11 +459,9 @@ class Intake:
             # assume an answer's length here.
             answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
         others = *((prompt, answer) if self._counts_quotas else (0.0, 0.0)), found if encoded else 0
-        if not self._in_tokens:
-            return float(count) if estimated is None else estimated, False, 0, *others
-        if estimated is not None:
-            return estimated, False, size, *others
-        return prompt + answer, lacks_answer, size, *others
+        if estimated is None:
+            estimated = prompt + answer if self._in_tokens else float(count)
+        return estimated, lacks_answer, size if self._in_tokens else 0, *others
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
@@ -517,19 +517,6 @@ def _path_of(values: tuple[bytes | None, ...], names: tuple[str, ...], separator
     if fault:
         raise BadRequest(f"the tenant in {', '.join(names)} {fault}")
     return path
-
-
-def _is_one_sequence(members: cost.Members) -> bool:
-    """Whether `members` certainly ask for one answer to one prompt; if not, use `cost.sequences`."""
-    if not cost.SEVERAL.isdisjoint(members):
-        return False
-    for name in cost.PROMPTS:
-        value = members.get(name)
-        if value is None or type(value) is str:
-            continue
-        if type(value) is not list or not value or type(value[0]) is not dict:
-            return False
-    return True
 
 
 def _ranks(entries: Iterable[Model | Objective], bands: Bands) -> dict[str, tuple[Band, float]]:
