@@ -1,5 +1,6 @@
 """Operators of a real fleet see and change tenants, and export the usage of their requests."""
 
+import asyncio
 import csv
 from typing import Any
 
@@ -43,8 +44,19 @@ async def test_tenants_are_shown_and_changed_and_measured_and_billed(fleet: Any,
         assert '"over_limit":"reject"' in change["detail"]
         assert (await here.admin("/api/v1/tenants/umbra", method="DELETE")).json()["new"] == {}
         assert (await ask(client, "umbra/k3")).status_code == 200
+        # A request that waits for its tenant's limit says so.
+        await here.admin(
+            "/api/v1/tenants/umbra", method="PUT", json={"limits": [{"requests": 1, "per": "1d"}]}
+        )
+        assert (await ask(client, "umbra/k3")).status_code == 200
+        waiting = asyncio.create_task(ask(client, "umbra/k3"))
+        (queued,) = (await here.until("queue", lambda found: found["requests"]))["requests"]
+        why = (await here.get(f"requests/{queued['id']}"))["why"]
+        assert "no request before it; a limit of tenant umbra does not suffice for 86" in why
+        await here.admin("/api/v1/tenants/umbra", method="DELETE")
+        assert (await waiting).status_code == 200
 
-        # Usage: two requests of each leaf, and the third of one leaf.
+        # Usage: two requests of each leaf, and three more of one leaf.
         async def billed() -> dict[str, tuple[int, float]]:
             text = (await here.admin("/api/v1/usage?format=csv")).text
             rows = [row for row in csv.DictReader(text.splitlines()) if row["tenant"]]
@@ -53,7 +65,7 @@ async def test_tenants_are_shown_and_changed_and_measured_and_billed(fleet: Any,
                 assert (float(row["cost"]), row["unreported"]) == (tokens, "0")
             return {row["tenant"]: (int(row["requests"]), int(row["answer_tokens"])) for row in rows}
 
-        wanted = {LEAVES[0]: (2, 4), LEAVES[1]: (2, 4), LEAVES[2]: (3, 6)}
+        wanted = {LEAVES[0]: (2, 4), LEAVES[1]: (2, 4), LEAVES[2]: (5, 10)}
         await here.eventually(billed, lambda found: found == wanted)
     assert await metric(here, "epp_tenant_over_limit_total", tenant="umbra", action="reject") == 1
     async with dashboard(here) as page:

@@ -170,7 +170,7 @@ OUTCOMES = [
     ("upstream_connection_failure", 503, Outcome.UPSTREAM_FAILED),
     ("upstream_remote_reset", 200, Outcome.UPSTREAM_FAILED),
     ("delay_injected", 200, Outcome.COMPLETED),
-    ("", 500, Outcome.UPSTREAM_FAILED),
+    *(("", status, Outcome.UPSTREAM_FAILED) for status in (302, 429, 500)),
     ("", 404, Outcome.COMPLETED),
 ]
 
@@ -416,7 +416,7 @@ def answered(status: int = 200, placed: str | None = None, ttft: str = "1500", e
 def test_an_answer_that_an_endpoint_has_sent_ends_its_request_before_the_client_has_read_it(
     status: int,
 ) -> None:
-    outcome = Outcome.UPSTREAM_FAILED if status == 500 else Outcome.COMPLETED
+    outcome = Outcome.UPSTREAM_FAILED if status in (429, 500) else Outcome.COMPLETED
     expected = BARE_END._replace(status=status, outcome=outcome, is_read=False)
     gate, page = taken(answered(status))
     assert (gate.reported, gate.settled) == ([expected], [])

@@ -846,17 +846,23 @@ def test_a_configured_header_or_body_field_names_the_session(
     assert intake_of(parse({})).request(read, raw, subset=None, trusted=False).session == ""
 
 
+@pytest.mark.parametrize("unit", ["requests", "tokens"])
 @pytest.mark.parametrize("size", [1, SMALL_BYTES])
-def test_only_requests_whose_path_the_sidecar_knows_can_be_split(size: int) -> None:
-    text = json.dumps({"model": "m", "prompt": "x" * size}).encode()
-    paths = {"/v1/chat/completions": True, "/p/v1/completions": True, "/v1/responses": True,
-             "/v1/embeddings": False, "/v1/messages": False, "/v1/responses/compact": False}  # fmt: skip
-    for path, can_split in paths.items():
-        way = Paths().way("POST", path)
+def test_a_path_decides_whether_a_request_can_be_split_and_is_charged_an_answer(size: int, unit: str) -> None:
+    text = json.dumps({"model": "m", "prompt": "x" * size, "input": ["x"] * 3}).encode()
+    splits = ("v1/chat/completions", "p/v1/completions", "v1/responses")
+    silent = (
+        "v1/embeddings", "api/embed", "v1/messages/count_tokens", "v1/models/m:embedContent", "v1/rerank",
+        "openai/deployments/m/embeddings",
+    )  # fmt: skip
+    intake = intake_of(parse({"tenants": {}, "request_queue_controller": {"unit": unit}}))
+    for path in (*splits, *silent, "v1/messages", "v1/responses/compact", "v1/models/m:generateContent"):
+        way = Paths().way("POST", f"/{path}")
         assert way is not None
-        found = read_body(text, way)
-        assert found.can_split is can_split, path
-        assert INTAKE.request(found, {}, subset=None, trusted=True).can_split is can_split
+        request = intake.request(read_body(text, way), {}, subset=None, trusted=True)
+        expected = path in splits, 0 if path in silent else 3 * 256, False
+        assert (request.can_split, request.answer_tokens, request.learn) == expected, path
+        assert request.cost == (3 if unit == "requests" else request.prompt_tokens + request.answer_tokens)
 
 
 @pytest.mark.parametrize("unit", ["requests", "tokens"])

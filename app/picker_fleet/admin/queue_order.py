@@ -88,13 +88,16 @@ def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) 
     return min(max(count, 0), queue.queued)
 
 
-def request_status(found: RequestStatus, state: PoolState, before: int | None, claim_share: float) -> str:
+def request_status(
+    found: RequestStatus, state: PoolState, before: int | None, claim_share: float, short: str
+) -> str:
     """One sentence that says where a request is and why.
 
     Args:
         state: the pool's state, read at about the same time as `found`.
         before: how many requests are predicted to be served before this request; None if unknown.
         claim_share: the largest share of the stock's upper bound that one request may take.
+        short: which tenant's limit the request waits for; '' if none.
     """
     entry = found.entry
     if entry.state == "placed":
@@ -104,7 +107,7 @@ def request_status(found: RequestStatus, state: PoolState, before: int | None, c
         return f"its turn has come; replica {entry.owner} is choosing its endpoint"
     if entry.state == "orphaned":
         return f"its replica {entry.owner} is silent; it waits until another replica adopts it"
-    return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share)}"
+    return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share, short)}"
 
 
 def _queue_position(found: RequestStatus, before: int | None) -> str:
@@ -116,12 +119,14 @@ def _queue_position(found: RequestStatus, before: int | None) -> str:
     return text if before is None or before == rank else f"{text}, and {before} in all are served sooner"
 
 
-def _obstacle(found: RequestStatus, state: PoolState, claim_share: float) -> str:
+def _obstacle(found: RequestStatus, state: PoolState, claim_share: float, short: str) -> str:
     entry, queue = found.entry, found.queue
     if state.paused:
         return "dispatching is paused"
     if not state.ready_backends:
         return "no endpoint is ready"
+    if short:
+        return short
     if queue is not None and queue.throttled:
         text = "the endpoints its flow's next request may go to are at their limits"
         if entry.limit:

@@ -30,6 +30,7 @@ from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import BadRequest
 from picker_fleet.domain.request import Ejection, Endpoint
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -387,7 +388,7 @@ class FleetView:
             return models.RequestStatus(
                 id=request_id, state="unknown-to-the-pool", why=why, explanation=explanation
             )
-        state = (await self._membership.state()).pool
+        state, settings = (await self._membership.state()).pool, self._membership.effective.settings
         before: int | None = None
         if found.entry.state in ("queued", "orphaned"):
             before, tag = await self._predicted(found)
@@ -398,9 +399,20 @@ class FleetView:
         return models.RequestStatus(
             **fields,
             lease_in_s=None if found.lease_in_s is None else round(found.lease_in_s, 6),
-            why=request_status(found, state, before, self._membership.effective.settings.claim_share),
+            why=request_status(found, state, before, settings.claim_share, await self._short_limit(found)),
             explanation=explanation,
         )
+
+    async def _short_limit(self, found: RequestStatus) -> str:
+        """Which tenant's limit does not suffice for a waiting request; '' if none."""
+        tenants = self._membership.effective.settings.tenants
+        if tenants is None or found.queue is None or not found.queue.throttled:
+            return ""
+        for row in await self._store.reads.tenants(Tree((), tenants.separator).paths(found.entry.flow)):
+            if row.waits_s is not None and row.limits:
+                until = f"for {row.waits_s:.1f} s" if row.waits_s else "until a request ends"
+                return f"a limit of tenant {row.path} does not suffice {until}"
+        return ""
 
     async def _predicted(self, found: RequestStatus) -> tuple[int | None, float | None]:
         """How many requests are served before this request, and its start tag; None if no flow queue has the

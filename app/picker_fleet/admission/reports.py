@@ -59,7 +59,7 @@ def _usage(completion: Completion) -> tuple[int, int, int] | None:
     prompt, answer = _tokens(completion)
     if prompt is not None and answer is not None:
         return prompt, min(completion.cached_tokens or 0, prompt), answer
-    if 400 <= completion.status < 500:
+    if 400 <= completion.status < 500 and completion.outcome is not Outcome.UPSTREAM_FAILED:
         return 0, 0, 0  # the engine refused the request
     least = max(answer or 0, _least_answer(completion))
     return (-1, -1, least) if least else None

@@ -22,7 +22,7 @@ from picker_fleet.domain.errors import (
     TotalCapacity,
 )
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.domain.tenants import Node, Tree
+from picker_fleet.domain.tenants import Tree
 from picker_fleet.state.replies import AnyVerdict, Placed, Queued, Refused, Verdict
 from picker_fleet.state.schema import Refusal
 
@@ -93,38 +93,33 @@ def refusal(
 
 def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:
     """The message for a request beyond `limit`, a text `UNIT PER_MS PATH` as in state/store.py."""
-    unit, per, path, node = _parsed(limit, tenants)
-    told = ""
-    if node is not None and unit == "parallel" and node.max_parallel_requests is not None:
-        told = f"{node.max_parallel_requests} requests at once"
-    elif node is not None and unit == "budget" and node.budget is not None:
-        told = f"{node.budget.units:g} units a {node.budget.period}"
-    elif node is not None and per.isdecimal() and (found := node.limit(unit, int(per))) is not None:
-        told = f"{found.amount} {_words(unit)} per {found.per}"
+    unit, path, told, _ = _parsed(limit, tenants)
     return f"{path}: {told or f'its limit of {_words(unit)} is used up'}; retry in {wait_s} s"
 
 
 def _over_burst(limit: str, request: InferenceRequest, tenants: Tree | None) -> str:
     """The message for a request that is larger than `limit` can ever allow."""
-    unit, per, path, node = _parsed(limit, tenants)
+    unit, path, _, most = _parsed(limit, tenants)
     prompt, answer = request.prompt_tokens, request.answer_tokens
     needs = {"requests": 1.0, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": prompt + answer}
-    most: float | None = None
-    if node is not None and unit == "budget" and node.budget is not None:
-        most = node.budget.units
-    elif node is not None and per.isdecimal() and (found := node.limit(unit, int(per))) is not None:
-        most = found.most_at_once
     allows = "has a lower limit" if most is None else f"allows {most:.15g} at once"
-    if unit not in needs:
+    if unit not in needs or (request.learn and unit != "prompt_tokens"):
         return f"the request needs more than the {_words(unit)} of {path}, which {allows}"
     return f"the request needs about {math.ceil(needs[unit])} {_words(unit)}; {path} {allows}"
 
 
-def _parsed(limit: str, tenants: Tree | None) -> tuple[str, str, str, Node | None]:
-    """Unit, period, path and node of a text `UNIT PER_MS PATH`."""
+def _parsed(limit: str, tenants: Tree | None) -> tuple[str, str, str, float | None]:
+    """Unit and path of a text `UNIT PER_MS PATH`, the limit in words, and the most that it allows at once."""
     unit, _, rest = limit.partition(" ")
     per, _, path = rest.partition(" ")
-    return unit, per, path, None if tenants is None else tenants.node(path)
+    node = None if tenants is None else tenants.node(path)
+    if node is not None and unit == "parallel" and node.max_parallel_requests is not None:
+        return unit, path, f"{node.max_parallel_requests} requests at once", None
+    if node is not None and unit == "budget" and node.budget is not None:
+        return unit, path, f"{node.budget.units:g} units a {node.budget.period}", node.budget.units
+    if node is not None and per.isdecimal() and (found := node.limit(unit, int(per))) is not None:
+        return unit, path, f"{found.amount} {_words(unit)} per {found.per}", found.most_at_once
+    return unit, path, "", None
 
 
 def _words(unit: str) -> str:

@@ -192,7 +192,8 @@ class Way(NamedTuple):
     """How a request is served, by its method and path. `model` is the model in the path, or ''. `is_known`
     is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`). `has_state`: servers
     store this API's results under ids. `ref` is the id in the path, or ''. `can_split`: another endpoint may
-    prefill the prompt, because llm-d's sidecar reads the header of the prefill endpoint on this path."""
+    prefill the prompt, because llm-d's sidecar reads the header of the prefill endpoint on this path.
+    `generates`: the answer has generated tokens."""
 
     kind: Kind
     source: Source = "body"
@@ -201,9 +202,16 @@ class Way(NamedTuple):
     has_state: bool = False
     ref: str = ""
     can_split: bool = False
+    generates: bool = True
 
 
 _SPLIT: Final = ("/chat/completions", "/completions", "/responses")
+_NO_ANSWER: Final = frozenset((  # ends of paths (`_end`) whose answers have no generated tokens
+    *("embeddings", "embedding", "embed", "embed_all", "embed_sparse", "pooling", "encode", "similarity"),
+    *("rerank", "reranking", "score", "classify", "moderations", "predict", "count_tokens", "render"),
+    *("tokenize", "detokenize", "chat_tokenize", "apply-template"),
+    *(":embedContent", ":batchEmbedContents", ":countTokens"),
+))  # fmt: skip
 _OF_STATE: Final = ("responses", "conversations")  # path segments of the Responses API
 
 
@@ -287,8 +295,8 @@ class Paths:
                     kind = "read" if method == "OPTIONS" else api.kind
                     named = match.groupdict()
                     model, ref = (unquote(named.get(each) or "") for each in ("model", "ref"))
-                    can_split = kind == "inference" and api.path in _SPLIT
-                    return Way(kind, api.source, model, True, has_state(api.path), ref, can_split)
+                    can_split, stores = kind == "inference" and api.path in _SPLIT, has_state(api.path)
+                    return Way(kind, api.source, model, True, stores, ref, can_split, end not in _NO_ANSWER)
         return None
 
     @property

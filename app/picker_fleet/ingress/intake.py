@@ -91,7 +91,7 @@ class Ask(NamedTuple):
     `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
     `body_bytes` counts the bytes of the whole body; `files` has the byte ranges of a form's files. `refers`
-    are the ids of stored state that the request continues. `can_split` is copied from the `Way`.
+    are the ids of stored state that the request continues. `can_split` and `generates` are as in the `Way`.
     """
 
     model: str
@@ -103,6 +103,7 @@ class Ask(NamedTuple):
     needs_model: bool = True
     refers: tuple[str, ...] = ()
     can_split: bool = False
+    generates: bool = True
 
     @property
     def body(self) -> "Body | OtherBody":
@@ -145,7 +146,9 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
         ask = ask._replace(refers=_refers(ask.members))
     if way.model and (way.source == "path" or not ask.model):
         ask = ask._replace(model=_model(way.model))
-    return ask if way.is_known else ask._replace(needs_model=False)
+    if way.is_known and way.generates:
+        return ask
+    return ask._replace(needs_model=way.is_known, generates=way.generates)
 
 
 def _refers(members: cost.Members) -> tuple[str, ...]:
@@ -450,6 +453,8 @@ class Intake:
             files=ask.files,
             is_one=is_one,
         )
+        if not ask.generates:
+            answer, lacks_answer = 0.0, False
         estimated = None
         if self._estimate_cost is not None:
             facts = CostFacts(model, ask.body_bytes, count, prompt, answer, members)

@@ -326,7 +326,7 @@ def _outcome(flags: Any, status: int) -> Outcome:
             return Outcome.CLIENT_GONE
         if names & _UPSTREAM_FLAGS:
             return Outcome.UPSTREAM_FAILED
-    return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
+    return Outcome.UPSTREAM_FAILED if fault_of(status) else Outcome.COMPLETED
 
 
 def _failed(flags: Any, served: str | None, picked: str) -> str:

@@ -540,7 +540,7 @@ class Response:
         self._gate.settle(
             Completion(
                 id=decision.request.id,
-                outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                outcome=Outcome.UPSTREAM_FAILED if fault_of(self._status) else outcome,
                 status=self._status,
                 served=self._served,
                 prompt_tokens=prompt_tokens,
