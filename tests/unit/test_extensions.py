@@ -367,6 +367,7 @@ def test_caller_and_thread_survive_whatever_an_extension_raises(fault: BaseExcep
     "a score above 1": ("scorers", "return [0.5, 0.5, 1.5]", "a score is outside 0 to 1"),
     "no score": ("scorers", "return [0.5, 0.5, float('nan')]", "a score is outside 0 to 1"),
     "too few reasons": ("filters", "return ['bad']", "1 reasons for 3 endpoints"),
+    "a mask": ("filters", "return [True, False, True]", "a reason is neither a text nor None"),
 })  # fmt: skip
 def test_a_result_of_another_form_is_left_out(
     installed: Callable[..., None], caplog: pytest.LogCaptureFixture, group: str, body: str, why: str

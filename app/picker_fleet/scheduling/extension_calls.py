@@ -217,11 +217,12 @@ def _reasons(keep: Filter, pick: PickRequest, endpoints: Sequence[EndpointState]
     reasons = keep(pick, endpoints)
     if reasons is None:
         return None
-    given = islice(reasons, len(endpoints) + 1)
-    found = [None if reason is None else str(reason)[:_LONGEST_TEXT] for reason in given]
-    if len(found) != len(endpoints):
-        raise Nonsense(f"{len(found)} reasons for {len(endpoints)} endpoints")
-    return found
+    given = tuple(islice(reasons, len(endpoints) + 1))
+    if len(given) != len(endpoints):
+        raise Nonsense(f"{len(given)} reasons for {len(endpoints)} endpoints")
+    if not all(isinstance(reason, str | None) for reason in given):
+        raise Nonsense("a reason is neither a text nor None")
+    return [reason and reason[:_LONGEST_TEXT] for reason in given]
 
 
 def _due_s(ordering: Ordering, request: InferenceRequest) -> float:
