@@ -2,6 +2,9 @@
 
 from typing import Any
 
+# httpx imports these for its first request, which stops a test's clients for up to 2 s on a busy machine.
+import anyio._backends._asyncio  # noqa: F401
+import httpcore  # noqa: F401
 import httpx
 
 _EACH = 4
@@ -27,7 +30,6 @@ class Crowd(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         pool = next((pool for pool, asking in self._asking.items() if asking < _EACH), None)
         if pool is None:
-            # `verify=False` avoids loading certificate authorities, as in `http_client`.
             limits = httpx.Limits(max_connections=None)
             pool = httpx.AsyncHTTPTransport(trust_env=False, verify=False, limits=limits)
             self._asking[pool] = 0
