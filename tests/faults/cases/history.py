@@ -42,8 +42,9 @@ def check_history(
 
     `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: the requests of a
     stopped replica may be abandoned or reclaimed before another gets them; the stopped replica may later
-    admit and cancel requests that have ended elsewhere. `served_without_redis`: replicas
-    served without Redis, so the log lacks the ends of requests.
+    admit and cancel requests that have ended elsewhere, and restore a reclaimed request, which then ends
+    again (lua/renew.lua). `served_without_redis`: replicas served without Redis, so the log lacks the ends
+    of requests.
     """
     report = audit(log)
     faults = [
@@ -58,6 +59,8 @@ def check_history(
         request, event = entry["request"], entry["event"]
         if request and event in ENDS:
             ends[request].append(event)
+        elif may_resume and event == "restored" and ends[request][-1:] == ["reclaimed"]:
+            ends[request].pop()
     counted: Counter[str] = Counter()
     seen: set[str] = set()
     resumed = 0

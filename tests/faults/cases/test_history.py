@@ -16,7 +16,7 @@ def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0) -> dic
     r = Simulated(request, "f", arrived=1_000_000, deadline_ms=9_000, endpoint="10.0.0.1:8000")
     numbers = {"v": 0, "queued": 0, "upper": 4, "lower": 4}
     numbers |= {"seq": seq, "time_us": 1_000_000 + seq, "stock": stock}
-    return raw_entry(event, r, numbers, {"tag": "", "by": "", "note": ""})
+    return raw_entry(event, r, numbers, {"tag": "", "by": "", "note": "4" if event == "restored" else ""})
 
 
 def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
@@ -60,6 +60,10 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_the_option_may_r
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
+    # A late renewal restores a reclaimed request. If its end is lost too, its lease ends it once more.
+    log = [*lifecycle_log("reclaimed"), entry(3, "restored", stock=1), entry(4, "reclaimed")]
+    assert faults([served()], log, may_end=("reclaimed",)) != []
+    assert faults([served()], log, may_end=("reclaimed",), may_resume=True) == []
     # Two valid ends of one request are always a fault. A log that was deleted meanwhile may lack a request.
     assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
     assert faults([served()], [], log_lost=True) == []
