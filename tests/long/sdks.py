@@ -33,7 +33,7 @@ _PYTHON = (
     "zstandard==0.25.0",
 )
 _NODE = "openai@7.57.0"
-_CALL_S, _REST_S = 60.0, 20.0
+_START_S, _CALL_S, _REST_S = 300.0, 60.0, 20.0  # the SDKs need 10 s of CPU to start
 _FAULTY = ("a fault of the client", "no such model")  # names of calls that must fail end with these words
 _HERE = Path(__file__).parent
 # Envoy and the picker add these headers to requests or to answers. `host` differs in its port.
@@ -135,7 +135,7 @@ async def _calls(
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        for name in json.loads(await asyncio.wait_for(process.stdout.readline(), _CALL_S)):
+        for name in json.loads(await asyncio.wait_for(process.stdout.readline(), _START_S)):
             if not re.search(only, name):
                 continue
             servers[0].requests.clear()

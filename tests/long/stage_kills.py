@@ -75,7 +75,8 @@ async def _mode(mode: str, options: argparse.Namespace, findings: Findings) -> l
                 await _kill_endpoint(fleet, dice.randrange(_PREFILL, _ENDPOINTS), kills)
                 await asyncio.sleep(dice.uniform(*_KILL_EVERY_S))
                 if mode != "standard":
-                    await _kill_replica(fleet, dice.randrange(_REPLICAS), kills)
+                    kills.counts["replicas"] += 1
+                    await _kill(fleet, "replicas", dice.randrange(_REPLICAS))
         lost = [answer for answer in load.unserved if not kills.cut(answer)]
         findings.check(
             f"{mode}: no client gets an error", not lost, ", ".join(sorted({each.outcome for each in lost}))
@@ -113,11 +114,6 @@ async def _kill_endpoint(fleet: RunningFleet, index: int, kills: _Kills) -> None
     if entry["role"] == "decode":
         kills.decoding.add(entry["address"])
     await _kill(fleet, "endpoints", index)
-
-
-async def _kill_replica(fleet: RunningFleet, index: int, kills: _Kills) -> None:
-    kills.counts["replicas"] += 1
-    await _kill(fleet, "replicas", index)
 
 
 async def _kill(fleet: RunningFleet, part: str, index: int) -> None:

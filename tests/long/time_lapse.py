@@ -20,7 +20,7 @@ from time_lapse import BOUND, HOUR_S, SERVICE_S, Fleet, at_rest, fleet, light_lo
 
 from long.findings import Findings
 from picker_fleet.admission import failover
-from picker_fleet.endpoints import scraper
+from picker_fleet.endpoints import pacing
 from picker_fleet.state import connection
 from picker_tools.local_fleet.parts import MODES
 
@@ -35,7 +35,7 @@ _INTERVALS: dict[str, Any] = {
     "redis": {"silence": "12s"},
     "scraping": {"interval": "60s"},
 }  # fmt: skip
-_FIXED = (connection, "TICK_S"), (failover, "_TICK_S"), (scraper, "PROBE_S"), (scraper, "REST_PROBE_S")
+_FIXED = (connection, "TICK_S"), (failover, "_TICK_S"), (pacing, "PROBE_S"), (pacing, "REST_PROBE_S")
 _SLACK_BYTES = 4 * 1024 * 1024
 
 
