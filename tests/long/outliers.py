@@ -6,9 +6,7 @@ Then one server hangs, one flow sends prompts that make every server fail, and a
 
 import argparse
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
 from fleet_load import answered
@@ -138,8 +136,5 @@ async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
         return time.monotonic() - since_s
 
 
-@contextlib.asynccontextmanager
-async def _fleet(mode: str, servers: FailingServers) -> AsyncIterator[RunningFleet]:
-    config = {"discovery": static(servers.addresses)}
-    async with picker_up(config, "--endpoints", "0", "--mode", mode) as fleet:
-        yield fleet
+def _fleet(mode: str, servers: FailingServers) -> AbstractAsyncContextManager[RunningFleet]:
+    return picker_up({"discovery": static(servers.addresses)}, "--endpoints", "0", "--mode", mode)

@@ -42,9 +42,8 @@ def check_history(
 
     `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: the requests of a
     stopped replica may be abandoned or reclaimed before another gets them; the stopped replica may later
-    admit and cancel requests that have ended elsewhere, and restore a reclaimed request, which then ends
-    again (lua/renew.lua). `served_without_redis`: replicas served without Redis, so the log lacks the ends
-    of requests.
+    admit and cancel requests that have ended elsewhere, and restore a reclaimed request (lua/renew.lua).
+    `served_without_redis`: replicas served without Redis, so the log lacks the ends of requests.
     """
     report = audit(log)
     faults = [

@@ -33,8 +33,8 @@ SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
 IN_STEP_S = 60.0  # time for a former primary to get in sync; Sentinels also delay a second failover
 KINDS = {
-    "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
-    "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder)),
+    "sentinel": ("Sentinels, Redis 7: the primary", watched),
+    "cluster": ("Cluster of six: the slot's owner", clustered),
     "cluster_7": (
         "Cluster of six, Redis 7: the slot's owner",
         lambda folder: clustered(folder, debian("redis-server")),
