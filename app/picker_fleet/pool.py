@@ -287,7 +287,7 @@ class Pool:
                 self.replica_info.grpc_address,
                 count=failover.outage_count,
                 ended_before=failover.ended_before,
-                uses_redis=failover.uses_redis,
+                redis_use=failover.redis_use,
             ),
         }
 

@@ -43,10 +43,16 @@ async def _kill(world: "World", node: "Node", fault: Fault) -> Steps:
 async def _stop(world: "World", node: "Node", fault: Fault) -> Steps:
     if not node.stopped and not node.dead.is_set():
         node.stopped = 1
+        # The others may return to Redis without the requests that this replica has placed without Redis, and
+        # the leases of those whose streams it owns may end.
+        ledger = node.pool.admission.ledger
+        world.unseen |= {each.id for each in ledger if each.is_local or each.owned}
         world.loop.stop_process(node.name)
-        yield
-        world.loop.continue_process(node.name)
-        node.stopped = 0
+        try:
+            yield
+        finally:
+            world.loop.continue_process(node.name)
+            node.stopped = 0
 
 
 def _toggled(name: str, on: bool | float, *, everybody: bool = False, cuts: bool = False) -> Any:

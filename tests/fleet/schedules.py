@@ -98,12 +98,11 @@ class Schedule(NamedTuple):
         dice = random.Random(seed)
 
         def fault(kinds: Sequence[str]) -> Fault:
-            return Fault(
-                round(dice.uniform(_BEGIN_S, _END_S), 2),
-                dice.choice(kinds),
-                dice.randrange(REPLICAS),
-                round(dice.choice((0.3, 1.5, 5.0)) * dice.uniform(0.6, 1.4), 2),
-            )
+            at_s, kind = round(dice.uniform(_BEGIN_S, _END_S), 2), dice.choice(kinds)
+            replica, lasts_s = dice.randrange(REPLICAS), dice.choice((0.3, 1.5, 5.0)) * dice.uniform(0.6, 1.4)
+            if kind == "stop" and seed >= FIRST_SEED:
+                lasts_s *= 3.0  # so that the others return to Redis without this replica
+            return Fault(at_s, kind, replica, round(lasts_s, 2))
 
         kinds = dice.sample(sorted(KINDS), dice.randint(1, 3))
         faults = [fault(kinds) for _ in range(dice.randint(1, 6))]

@@ -16,7 +16,7 @@ from local_requests import rules, start, waiting
 
 from picker_fleet.admission.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.admission.local_gate import LocalGate
-from picker_fleet.admission.peers import BudgetTransfer, OutageCount
+from picker_fleet.admission.peers import BudgetTransfer, OutageCount, RedisUse
 from picker_fleet.domain.sections import Tls
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.state.accounting_token import Keyring
@@ -134,10 +134,9 @@ async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replic
 
 
 async def test_only_the_fleet_can_ask_whether_a_replica_uses_redis() -> None:
-    async with replica(gives, uses_redis=lambda: True) as address, replica(gives) as other:
-        assert await peers().uses_redis(address)
-        assert not await peers(keys=Keyring()).uses_redis(address)
-        assert not await peers().uses_redis(other)
+    async with replica(gives, redis_use=lambda: RedisUse(True, 1.5)) as address:
+        assert await peers().redis_use(address) == RedisUse(True, 1.5)
+        assert await peers(keys=Keyring()).redis_use(address) is None
 
 
 async def test_the_ended_ids_of_any_number_of_requests_arrive_over_tls() -> None:

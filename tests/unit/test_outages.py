@@ -17,7 +17,7 @@ from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.admission.ledger import Phase
 from picker_fleet.admission.outage import unseen_s
-from picker_fleet.admission.peers import OutageCount
+from picker_fleet.admission.peers import OutageCount, RedisUse
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import (
     ExpiredTtl,
@@ -179,9 +179,9 @@ class DirectPeers(NoPeers):
         self.asked += 1
         return self.gate.failover.outage_count() if self.gate is not None else None
 
-    async def uses_redis(self, address: str) -> bool:
+    async def redis_use(self, address: str) -> RedisUse | None:
         self.asked += 1
-        return self.gate is not None and self.gate.failover.uses_redis()
+        return self.gate.failover.redis_use() if self.gate is not None else None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         return self.gate.failover.ended_before(ids) if self.gate is not None else None
@@ -721,6 +721,34 @@ async def test_a_replica_is_cut_off_while_it_lacks_redis_and_a_peer_does_not() -
     await until(lambda: a.gate.is_cut_off)
     a.answer_heartbeats()
     assert not a.gate.is_cut_off
+
+
+@pytest.mark.parametrize("peer", ["still lacks Redis", "uses Redis", "has used Redis"])
+async def test_after_a_pause_a_replica_uses_its_budget_only_if_no_peer_has_used_redis_meanwhile(
+    peer: str,
+) -> None:
+    peers, loop, skipped_s = DirectPeers(), asyncio.get_running_loop(), [0.0]
+    options = {"wait_s": 0.0, "clock": lambda: loop.time() + skipped_s[0]}
+    short = {"leases": {"inflight": "2s", "access_log_interval": "1s"}}
+    a, b = Bench(config=short, peer_client=peers, **options), Bench(replica="b", **options)
+    peers.gate = b.gate
+    a.lose_redis()
+    b.lose_redis()
+    await a.place("before")
+    async with running(b.gate.failover.run()):
+        skipped_s[0] += 10.0
+        a.stand_still()
+        if peer != "still lacks Redis":
+            b.answer_heartbeats()
+            await until(lambda: b.gate.failover.outage is None)
+        if peer == "has used Redis":
+            b.lose_redis()
+        waiting = await a.wait_here("after")
+        if peer == "still lacks Redis":
+            await waiting
+        else:
+            with pytest.raises(StateUnavailable):  # the client must ask another replica
+                await waiting
 
 
 @pytest.mark.parametrize("redis", ["answers", "is away"])

@@ -7,7 +7,7 @@ was late gets the same response. Amounts are in the stock's unit.
     Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
-    UsesRedis           {"uses"}: whether the replica uses Redis, and Redis has answered lately
+    UsesRedis           {"uses", "local_s"} of `RedisUse`; {} if the request is not signed
 
 A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
 The function `handlers` serves the requests; failover sends requests by `GrpcPeers`.
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import orjson
 
-from picker_fleet.admission.peers import TRANSFER_WAIT_S, OutageCount
+from picker_fleet.admission.peers import TRANSFER_WAIT_S, OutageCount, RedisUse
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.client import LONGEST_QUESTION, call
@@ -71,7 +71,7 @@ def handlers(
     *,
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
-    uses_redis: Callable[[], bool] = lambda: False,
+    redis_use: Callable[[], RedisUse] = lambda: RedisUse(False, 0.0),
 ) -> Mapping[str, Handler]:
     """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away up to
     `most` of the replica's budget.
@@ -121,7 +121,7 @@ def handlers(
 
     async def answer_uses(stream: Stream) -> bytes:
         is_signed = checked(_USES, await stream.read() or b"") is not None
-        return orjson.dumps({"uses": is_signed and uses_redis()})
+        return orjson.dumps(redis_use()._asdict() if is_signed else {})
 
     return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended, _USES: answer_uses}
 
@@ -159,8 +159,11 @@ class GrpcPeers:
         except TypeError:
             return None
 
-    async def uses_redis(self, address: str) -> bool:
-        return (await self._call(_USES, address, {}) or {}).get("uses") is True
+    async def redis_use(self, address: str) -> RedisUse | None:
+        match await self._call(_USES, address, {}):
+            case {"uses": bool(uses), "local_s": float(local_s)}:
+                return RedisUse(uses, local_s)
+        return None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         ended: list[str] = []

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from picker_fleet.admission.ledger import Ledger, Phase
 from picker_fleet.admission.local_gate import RESIDUE, LocalGate, LocalPicker
@@ -25,6 +25,7 @@ from picker_fleet.admission.peers import (
     PeerClient,
     Peers,
     PeerState,
+    RedisUse,
     lost_budget,
 )
 from picker_fleet.admission.quotas import Granted, Quotas, ToldQuotas
@@ -47,7 +48,8 @@ _JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all
 _TICK_S = 0.2
 _RECOVER_S = 1.0  # pause before each attempt to recover lost budget
 _LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this time
-_CUT_OFF = 0.2  # part of `leases.inflight`; a replica without Redis for longer asks its peers
+_CUT_OFF = 0.2  # part of `leases.inflight`; a replica without Redis for longer may be cut off
+_PAUSED_S = 2.0  # the other replicas need longer to return to Redis without this replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,13 @@ class Stock:
     seen_s: float
 
 
+class _Moment(NamedTuple):
+    """`paused_s`: for how many seconds this process has been paused in all."""
+
+    at_s: float
+    paused_s: float
+
+
 class Failover:
     """Decides whether requests are admitted through Redis or in an `Outage`. All calls come from one event
     loop.
@@ -167,6 +176,7 @@ class Failover:
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
         self.ignored_s = -math.inf  # when this replica last ignored a report that a request runs
+        self._sound = self._moment()  # until then no replica can have returned to Redis without this one
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
@@ -177,6 +187,15 @@ class Failover:
     def degraded(self) -> bool:
         """Whether this replica has state that Redis lacks."""
         return self.outage is not None and not self.outage.resynced
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether this process was paused for so long in the outage that the other replicas may have returned
+        to Redis meanwhile, and then used this replica's budget."""
+        return self._moment().paused_s - self._sound.paused_s > _PAUSED_S
+
+    def _moment(self) -> _Moment:
+        return _Moment(self._clock(), self._queue.pause_detector.paused_s)
 
     def status(self) -> OutageStatus | None:
         """The current outage for the admin API; None while Redis decides."""
@@ -194,7 +213,7 @@ class Failover:
         """This replica's figures for `Peers.lost_budget`; None if it does not know which requests ran when
         the outage began."""
         outage = self.outage
-        if outage is None or outage.resync_attempted or self.state is not _LOCAL:
+        if outage is None or outage.resync_attempted or self.state is not _LOCAL or self.is_in_doubt:
             return None
         # Wait until each running request has sent a new sign of life: the last one may have gone to a replica
         # that has left, or this replica may have ignored it.
@@ -204,10 +223,10 @@ class Failover:
         running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
-    def uses_redis(self) -> bool:
-        """Whether this replica uses Redis, and Redis has answered lately."""
-        stock = self.stock
-        return self.outage is None and stock is not None and self._clock() - stock.seen_s < _LATELY_S
+    def redis_use(self) -> RedisUse:
+        now_s, stock, outage = self._clock(), self.stock, self.outage
+        uses = outage is None and stock is not None and now_s - stock.seen_s < _LATELY_S
+        return RedisUse(uses, now_s - outage.began_s if outage and self.state is _LOCAL else 0.0)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
         """The subset of `ids` whose ends this replica received before the outage; None without one."""
@@ -300,6 +319,8 @@ class Failover:
             self._tick()
 
     def _tick(self) -> None:
+        if self.outage is None or not self.is_in_doubt:
+            self._sound = self._moment()
         self._queue.drop_expired()
         if self.outage is not None:
             self._heartbeat_now()
@@ -340,7 +361,15 @@ class Failover:
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         rules = rules_of(config, live, self._fleet.tenants)
         quotas = self._quotas_of_share(live)
-        gate = LocalGate(self._metrics, free, pulse.upper, rules, paused=pulse.paused, quotas=quotas)
+        gate = LocalGate(
+            self._metrics,
+            free,
+            pulse.upper,
+            rules,
+            paused=pulse.paused,
+            quotas=quotas,
+            is_in_doubt=lambda: self.is_in_doubt,
+        )
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
         outage = Outage(
             gate,
@@ -362,6 +391,7 @@ class Failover:
             self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free + self.prepaid
         self.outage = outage
+        self._sound = self._moment()
         self._go_local()
         return outage
 
@@ -416,13 +446,23 @@ class Failover:
             return
 
     async def _ask_peers(self, outage: Outage) -> None:
-        """Notice that only some replicas lack Redis. Then Envoy must send requests and access-log entries to
-        the others: Redis would end the lease of each running request whose entries come here, and so would
-        admit another in its place (G1)."""
-        await asyncio.sleep(_CUT_OFF * self._fleet.config.settings.leases.inflight)
+        """Find out whether other replicas use Redis, or have used it during a pause of this one. Then Envoy
+        must send requests and access-log entries to them: Redis would end the lease of each running request
+        whose entries come here, and so would admit another in its place (G1)."""
+        patience_s = _CUT_OFF * self._fleet.config.settings.leases.inflight
         while True:
-            uses = await asyncio.gather(*map(self._peer_client.uses_redis, self._peers.addresses()))
-            was_cut_off, self.is_cut_off = self.is_cut_off, self.state is _LOCAL and any(uses)
+            now, is_in_doubt, said = self._moment(), self.is_in_doubt, list[RedisUse]()
+            may_be_cut_off = now.at_s - outage.began_s >= patience_s
+            if may_be_cut_off or is_in_doubt:
+                asked = await asyncio.gather(*map(self._peer_client.redis_use, self._peers.addresses()))
+                said = [each for each in asked if each is not None]
+            unknown_s = now.at_s - self._sound.at_s - _PAUSED_S  # for so long the others may have used Redis
+            if is_in_doubt and all(each.local_s >= unknown_s for each in said):
+                self._sound, is_in_doubt = now, False
+                outage.gate.release(0.0)
+            is_alone = is_in_doubt or any(each.uses for each in said)
+            was_cut_off = self.is_cut_off
+            self.is_cut_off = may_be_cut_off and is_alone and self.state is _LOCAL
             if self.is_cut_off and not was_cut_off:
                 _log.warning("other replicas use Redis, and this one cannot: it takes no requests")
             if self.is_cut_off:

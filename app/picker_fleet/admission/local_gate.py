@@ -63,9 +63,9 @@ class LocalGate:
 
     The attribute `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a
     request exceeds `bound`. A negative `free` is a debt, which released budget pays off first. While the
-    attribute `paused` is True, the gate admits no request. Released budget goes in turn to the local queue
-    and to each peer that waits for a budget transfer. `quotas` has this replica's share of tenants' limits;
-    None without tenants.
+    attribute `paused` is True, the gate admits no request; while `is_in_doubt()`, it uses no budget. Released
+    budget goes in turn to the local queue and to each peer that waits for a budget transfer. `quotas` has
+    this replica's share of tenants' limits; None without tenants.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class LocalGate:
         *,
         paused: bool = False,
         quotas: Quotas | None = None,
+        is_in_doubt: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self._is_in_doubt = metrics, is_in_doubt
         self._loop = asyncio.get_running_loop()
         self.has_waiting = asyncio.Event()
         self.free = min(free, bound)
@@ -236,7 +237,7 @@ class LocalGate:
 
     def acquire(self, amount: float) -> bool:
         """Take `amount` of the budget if free, else return False. An amount of 0 is granted even in debt."""
-        if amount > 0 and self.free + RESIDUE < amount:
+        if amount > 0 and (self.free + RESIDUE < amount or self._is_in_doubt()):
             return False
         self.free -= amount
         return True

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.replies import HeartbeatReply
@@ -31,6 +31,14 @@ class OutageCount:
     running: Mapping[str, float]
 
 
+class RedisUse(NamedTuple):
+    """`uses`: whether a replica uses Redis, and Redis has answered lately. `local_s`: for how many seconds
+    the replica has been without Redis; 0 if it uses Redis or resyncs."""
+
+    uses: bool
+    local_s: float
+
+
 class PeerClient(Protocol):
     """Calls to other replicas (admission/budget_transfer.py)."""
 
@@ -42,8 +50,8 @@ class PeerClient(Protocol):
         """The subset of `ids` whose ends the replica received before its outage; None as for `count`."""
         ...
 
-    async def uses_redis(self, address: str) -> bool:
-        """Whether the replica at `address` says that it uses Redis."""
+    async def redis_use(self, address: str) -> RedisUse | None:
+        """Whether the replica at `address` uses Redis; None without an answer."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
