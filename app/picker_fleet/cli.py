@@ -148,6 +148,8 @@ def _faults_of_files(settings: "Settings") -> Iterator[str]:
 
 def _summary(settings: "Settings") -> list[str]:
     """The lines that the command `check` prints for a pool."""
+    from picker_fleet.domain.allowlist import FAIRNESS_ID, trusted
+
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
     if bounds.is_adaptive:
@@ -157,11 +159,17 @@ def _summary(settings: "Settings") -> list[str]:
             f"lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "
             f"upper {bounds.upper_per_backend:g} {bounds.unit}\n    {bounds.why_static or 'static'}"
         )
+    tenants, named = settings.tenants, "only by models, since extproc.trusted_headers lacks the fairness id"
+    if tenants is not None and tenants.headers:
+        named = f"by {', '.join(tenants.headers)}"
+    elif queue.flow_key != "model" and trusted(settings.extproc.trusted_headers).intersection(FAIRNESS_ID):
+        named = "by the fairness id"
     return [
         f"  pool: {settings.pool}",
         f"  endpoints: {_endpoints_of(settings)}",
         f"  limits per backend: {found}",
         f"  queue: {queue.total_capacity} requests, {queue.flow_capacity} a flow, {queue.queue_ttl:g} s each",
+        *([] if tenants is None else [f"  tenants: named {named}"]),
     ]
 
 

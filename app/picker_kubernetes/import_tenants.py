@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from picker_fleet.domain.allowlist import is_custom
+from picker_fleet.domain.allowlist import FAIRNESS_ID, is_custom
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.tenants import Limit
@@ -55,12 +55,15 @@ def imported(trees: Sequence[object]) -> Imported:
     """Convert `trees`, the documents of one product's files. ConfigError names the key of a malformed one."""
     result = Imported()
     objects = [tree for tree in trees if isinstance(tree, Mapping) and "apiVersion" in tree]
+    if 0 < len(objects) < len(trees):
+        raise ConfigError("some of the files have no apiVersion: import the files of one product at a time")
     objects = [each for tree in objects for each in mappings(tree, "items", "items") or [tree]]  # of a List
     nodes = _of_ai_gateway(objects, result) if objects else _LiteLlm(trees, result).nodes()
     if lowered := list(_lowered_to_parents(nodes)):
         result.remarks.append(f"limits of {_some(lowered)} are lowered to a limit above them, or removed")
     if nodes:
         result.section("tenants")["nodes"] = [_members(path, node) for path, node in nodes.items()]
+        result.section("extproc").setdefault("trusted_headers", [FAIRNESS_ID[0]])
     parse(result.tree)
     return result
 
@@ -138,6 +141,9 @@ class _LiteLlm:
         self._token_unit = _TOKEN_UNITS.get(str(self._settings.get("token_rate_limit_type")), "tokens")
         self._result = result
         self._left_out: defaultdict[str, list[str]] = defaultdict(list)  # start of a remark -> nodes' paths
+        pages = [tree["total_pages"] for tree in trees if isinstance(tree, Mapping) and "total_pages" in tree]
+        if any(isinstance(total, int) and total > len(pages) for total in pages):
+            result.remarks.append(f"keys: only {len(pages)} of {pages[0]} pages of /key/list are given")
 
     def nodes(self) -> Nodes:
         nodes: Nodes = {}

@@ -468,10 +468,19 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert f"endpoints: static, {told}" in capsys.readouterr().out
     assert "static, since it names watermark_per_backend, percentage_deviation_for_bounds; remove" in out.out
     assert out.err == ""
-    written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}")
+    for given, told in (
+        ("extproc: {trusted_headers: [x-llm-d-inference-fairness-id]}\ntenants: {}", "by the fairness id"),
+        ("extproc: {trusted_headers: [x-org]}\ntenants: {headers: [x-org]}", "by x-org"),
+        ("tenants: {}", "only by models, since extproc.trusted_headers lacks the fairness id"),
+    ):
+        written(tmp_path, given)
+        assert cli.main(["check", str(path)]) == 0
+        assert capsys.readouterr().out.endswith(f"\n  tenants: named {told}\n")
+    written(tmp_path, "nonsense: 1\nextproc: {max_body_bytes: 1}\ntenants: {nodes: {}}")
     assert cli.main(["check", str(path)]) == 2
     out = capsys.readouterr()
-    assert (out.out, len(out.err.splitlines())) == ("", 2)
+    assert (out.out, len(out.err.splitlines())) == ("", 3)
+    assert "tenants.nodes: Input should be a valid list\n" in out.err
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text("- {path: acme, weight: 0}")
     written(tmp_path, "tenants: {file: nodes.yaml}\ndiscovery: {file: endpoints.yaml}")

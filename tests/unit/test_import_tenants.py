@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from picker_fleet import cli
+from picker_fleet.domain.allowlist import FAIRNESS_ID
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
 from picker_kubernetes.import_result import Imported
@@ -69,7 +70,9 @@ def assert_named(result: Imported, *texts: str) -> None:
 
 
 def test_litellms_teams_and_keys_become_nodes_with_their_limits() -> None:
-    result = imported([yaml.safe_load(CONFIG), TEAMS, KEYS])
+    result = imported([yaml.safe_load(CONFIG), TEAMS, KEYS | {"total_pages": 3}])
+    assert parse(result.tree).extproc.trusted_headers == FAIRNESS_ID[:1]
+    assert_named(result, "keys: only 1 of 3 pages of /key/list are given")
     reject = {"over_limit": "reject"}
     assert nodes(result) == {
         "search": reject | {
@@ -161,6 +164,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
         ([{"strange": 1}], "neither an EndpointPickerConfig"),
         ([{"keys": ["88dc"]}], "return_full_object=true"),
         ([[{"team_id": "a", "rpm_limit": "many"}]], "teams: rpm_limit of a: 'many' is no number"),
+        ([policy(rule(3, "Hour", "x-team")), KEYS], "import the files of one product at a time"),
         ([policy(rule(-1, "Hour", "x-team"))], r"p, rule 0: limit\.requests: '-1' is no number"),
     ],
 )

@@ -446,7 +446,7 @@ def _explain(error: Any, variables: Mapping[Loc, str], tree: Mapping[str, Any]) 
         text = "must be a mapping" if is_section else "unknown key"
         text += f"; valid here: {valid}" if valid else ""
     else:
-        text = error["msg"].removeprefix("Value error, ")
+        text = error["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
         given = error["input"]
         # Do not show a whole section, which is long, or a value given in its place, which may be a secret.
         shows = not isinstance(given, dict | list | tuple) and _section(loc) is None and not _is_secret(loc)

@@ -177,7 +177,7 @@ def listed(text: str) -> tuple[Endpoint, ...]:
     except ValidationError as fault:
         first = fault.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the list"
-        message = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
         raise FileFault(f"{where}: {message}") from fault
 
 
