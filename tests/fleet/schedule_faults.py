@@ -5,6 +5,7 @@ CHANGES, which is made and undone twice.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,9 +45,11 @@ async def _stop(world: "World", node: "Node", fault: Fault) -> Steps:
     if not node.stopped and not node.dead.is_set():
         node.stopped = 1
         # The others may return to Redis without the requests that this replica has placed without Redis, and
-        # the leases of those whose streams it owns may end.
-        ledger = node.pool.admission.ledger
-        world.unseen |= {each.id for each in ledger if each.is_local or each.owned}
+        # in a long stop the leases of requests whose streams it owns end.
+        outage = node.pool.admission.failover.outage
+        since_s = 0.0 if fault.lasts_s > LEASE_S / 2 else outage.began_s if outage is not None else math.inf
+        own = (name for name, each in world.running.items() if each.node is node and each.began_s >= since_s)
+        world.unseen.update(own)
         world.loop.stop_process(node.name)
         try:
             yield
@@ -167,6 +170,7 @@ LOSING_WRITES = {"restart", "failover"}
 APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may not notice
 
 FIRST_SEED = 600
+LEASE_S = 12.0
 TOKENS = 12.0  # cost of a request with `unit: tokens`: 2 of the prompt, 10 of the answer
 CAP = 2  # most requests in flight on the first endpoint, and most prefills on the last
 PARALLEL = {"acme": 5, "acme/flow-1": 2}  # most requests in flight

@@ -37,6 +37,7 @@ from schedule_faults import (
     FIRST_SEED,
     HARMLESS,
     KINDS,
+    LEASE_S,
     LOSING_WRITES,
     PARALLEL,
     RATES,
@@ -69,7 +70,7 @@ from picker_fleet.state import connection
 
 REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
 BATCH = 3  # requests that a model server runs at once, by its metrics page
-LEASE_S, REPORT_S, SILENCE_S, TTL_S = 12.0, 3.0, 3.0, 30.0
+REPORT_S, SILENCE_S, TTL_S = 3.0, 3.0, 30.0
 _CLIENTS, _FLOWS = 12, 3
 _BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first fault, last fault, time for all counts to reach 0
 _ANSWERED_S = TTL_S + 1.0  # G5
@@ -214,14 +215,15 @@ class Answer(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A request at its model server. `seq` and `bound`: the number of its admission in the decision log, and
-    the bound then in force."""
+    """A request at its model server. `node`: the replica that placed it; `seq` and `bound`: the number of its
+    admission in the decision log, and the bound then in force."""
 
     began_s: float
     page: PageServer
     seq: int
     bound: float
     flow: str
+    node: Node
 
 
 class World:
@@ -350,7 +352,7 @@ class World:
             exchange.close()
             return
         if record.honest:
-            self._begin(record, answer.text)
+            self._begin(record, answer.text, node)
         if self.schedule.mode == "standard":
             await self._streams(node, exchange, record, seconds)
         else:
@@ -425,12 +427,12 @@ class World:
 
         node.task(received())
 
-    def _begin(self, record: Record, text: str) -> None:
+    def _begin(self, record: Record, text: str, node: Node) -> None:
         if record.id in self.running:
             raise AssertionError(f"G6: {record.id} runs twice")
         picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow it
         admission = self._admission_of(record.id)
-        self.running[record.id] = Running(self.loop.time(), picked, *admission, record.flow)
+        self.running[record.id] = Running(self.loop.time(), picked, *admission, record.flow, node)
         self._show()
         seen = [each for name, each in self.running.items() if name not in self.unseen]
         stock = len(seen) * self.schedule.cost
