@@ -170,15 +170,16 @@ local function dispatch()
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
-  local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
+  local most = settings.tenants and 16 or DISPATCH_LIMIT -- grants; with tenants, nodes may have to be looked up
+  local room = math.min(counters.queued, math.ceil(lower - counters.stock), most)
   if room > 0 then
-    -- Estimate: one queued request fits for each request that this call has ended. The estimate is exact if all costs
-    -- are equal.
+    -- Estimate, exact if all costs are equal: one queued request fits for each request that this call has ended.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
-  local places = math.huge
-  if room > 0 and endpoints.caps and not endpoints.stock_bounds_slots() then places = endpoints.free_slots() end
-  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > RESIDUE do
+  local are_bound = room > 0 and endpoints.caps and not endpoints.stock_bounds_slots()
+  local places = are_bound and endpoints.free_slots() or math.huge
+  while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and served < most
+    and places > RESIDUE do
     local id, tag, band, flow_queue
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then
       id, tag = queue.most_overdue()

@@ -196,8 +196,7 @@ end
 
 -- The stock that a request takes under the bound `most`: its cost, but at most the fraction `largest_claim` of the
 -- bound, since clients may ask for any number of sequences or tokens. A request may take at least 1, or the whole bound
--- if that is below
--- 1. If the queue is off, requests are placed as they arrive and take no stock.
+-- if that is below 1. If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   local claim = most * (settings.largest_claim or 1)

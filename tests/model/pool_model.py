@@ -19,7 +19,7 @@ Choose = Callable[[str, dict[str, Burden]], str]
 ChoosePrefill = Callable[[str, dict[str, Burden], str], str]
 Item = TypeVar("Item")
 
-DISPATCH_LIMIT = 24
+DISPATCH_LIMIT, TENANTS_LIMIT = 24, 16
 TIMERS_LIMIT = 24
 CHUNK = 32  # maximum requests of one kind that a sweep handles
 DOWN_MS = 10_000
@@ -468,12 +468,12 @@ class PoolModel:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
         lower = self.lower if self.queues else math.inf
-        attempts = served = 0
+        attempts, served, most = 0, 0, TENANTS_LIMIT if self.has_tenants else DISPATCH_LIMIT
         if self.has_tenants:
             self._end_waits()
         places = self.places()
         while not s["paused"] and self.stock < lower and attempts < DISPATCH_LIMIT and places > 1e-6:
-            turn = self.queue.next_turn()
+            turn = self.queue.next_turn() if served < most else None
             if turn is None:
                 break
             r, by_guard = turn

@@ -36,6 +36,8 @@ def test_tenants_share_first_then_their_teams(side: ScriptSide) -> None:
     order = [name.rpartition("-")[0] for name in pool.serve(24)]
     # Of 24 turns a gets two thirds, b a third; of a's turns y gets three quarters; keys share equally.
     assert {flow: order.count(flow) for flow in order} == {"b/z": 8, "a/y/1": 12, "a/x/1": 2, "a/x/2": 2}
+    pool.tune(upper_per=100, lower_per=100)
+    assert len(pool.granted) == 24 + 16, "a call grants at most 16 requests of tenants"
 
 
 def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: ScriptSide) -> None:
@@ -85,8 +87,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
 def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("requests", 1)], "over_limit": "demote"}}, upper_per=2)
     pool.admit("first flow=a band=0, runs flow=b")
-    [queued] = pool.admit("second flow=a band=0")
-    assert queued == "queued 10000"
+    assert pool.admit("second flow=a band=0") == ["queued 10000"]
     pool.admit("default flow=b")
     assert pool.end("first") == ["default"]
     assert pool.end("runs") == ["second"]
@@ -145,8 +146,7 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
     pool = pool_of(side, {"a": queueing}, upper_per=1)
 
     def change(over_limit: str) -> float:
-        node = {"a": json.dumps(queueing | {"over_limit": over_limit})}
-        pool.call("set_tenants", "tenant_changes", node)
+        pool.call("set_tenants", "tenant_changes", {"a": json.dumps(queueing | {"over_limit": over_limit})})
         return pool.model.quotas.balances["a\x1frequests:60000"][0]
 
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
