@@ -16,7 +16,7 @@ from bench.rig.server import Server, server
 from picker_fleet.state.batching import MAX_BATCH
 
 _ROUNDS = 3
-_ROUNDS_BESIDE_BASELINE = 30
+_ROUNDS_BESIDE_BASELINE = 6
 # A request may cost Redis at most as much CPU as this many calls of the baseline script. The last full run
 # missed this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
@@ -56,17 +56,17 @@ def _sizes(most: int) -> dict[str, Size]:
     }
 
 
-def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
+def _measure(redis_server: Server, requests: int, most: int, rounds: int) -> Iterator[Row]:
     baselines: list[float] = []
     costs: dict[str, float] = {}
     longest = 0.0
-    yield from _beside_baseline(redis_server, requests // 2, baselines)
+    yield from _beside_baseline(redis_server, requests, baselines)
     for name, size in _sizes(most).items():
         found, beside = [], []
         base = replace(size, limited=False) if size.limited else Size(ordering=size.ordering)
-        for seed in range(_ROUNDS):
-            with_upkeep = size.large and seed == 0
-            own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
+        for seed in range(1 if size.large else rounds):
+            upkeep = min(rounds, 2) if size.large else 0
+            own = measure_lifecycle(redis_server, size, requests, seed, upkeep=upkeep)
             # The machine's speed varies by a factor of two, so a base run follows each run.
             other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
             found.append(own)
@@ -114,10 +114,10 @@ def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
     yield Row(f"bytes of these in the registry of 10 workloads, {ordering}", registry, float("inf"), "bytes")
 
 
-def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
+def _upkeep(redis_server: Server, queued: int, rounds: int) -> Iterator[Row]:
     """Measure the longest upkeep calls with many flows, workloads and endpoints at once."""
     size = Size(queued, flows=10_000, workloads=10_000, endpoints=500, ordering="workload-aware")
-    for kind, us in upkeep_us(redis_server, size, 0).items():
+    for kind, us in upkeep_us(redis_server, size, 0, rounds).items():
         yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
 
 
@@ -134,13 +134,13 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--quick", action="store_true", help="small sizes, each once")
     options = parser.parse_args()
     about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
     with server() as redis_server:
         about += f" On {redis_server.kind}."
         rows = list(_all_rows(redis_server, quick=options.quick))
-        fits, text = measure_fleets(redis_server)
+        fits, text = measure_fleets(redis_server, 1 if options.quick else _ROUNDS)
     sizing = f"# How much of a Valkey a fleet takes\n\n{about}\n\n{text}\n"
     for name, page in {"lifecycle": _page(about, rows), "sizing": sizing}.items():
         if options.quick:
@@ -151,11 +151,11 @@ def main() -> int:
 
 
 def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:
-    requests, most, ended, crowd = 8000, 1_000_000, 1_000_000, 50_000
+    requests, most, ended, crowd, rounds = 3200, 1_000_000, 100_000, 50_000, _ROUNDS
     if quick:
-        requests, most, ended, crowd = 1600, 100_000, 20_000, 5000
-    yield from _measure(redis_server, requests, most)
-    yield from _upkeep(redis_server, crowd)
+        requests, most, ended, crowd, rounds = 1600, 100_000, 20_000, 5000, 1
+    yield from _measure(redis_server, requests, most, rounds)
+    yield from _upkeep(redis_server, crowd, min(rounds, 2))
     yield _keys_left(redis_server, ended)
 
 
@@ -172,10 +172,10 @@ def _page(about: str, rows: list[Row]) -> str:
 {about}
 
 A request is admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue
-keeps its length; the calls are recorded once, and replayed at full speed. Server CPU, medians of {_ROUNDS}.
-The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by `redis-benchmark`; a request is
-compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. Everything is done twice, three
-times for large sizes; the shortest time of a call counts: in server CPU where it fills the queue and in
+keeps its length; the calls are recorded once, and replayed at full speed. Server CPU, medians of {_ROUNDS}
+(the largest size: once). The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by
+`redis-benchmark`; a request is compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns.
+Everything is done twice; the shortest time of a call counts: in server CPU where it fills the queue and in
 upkeep, else by the slow log. Upkeep: sweeps of {MANY} requests that are overdue, expired, past their lease or
 owned by a silent replica; calls of {MAX_BATCH} arrivals that preempt in a full queue; policy changes.
 Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.

@@ -23,7 +23,6 @@ from picker_fleet.domain.bands import MOST_PRIORITY
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK
 
-_ROUNDS = 3
 _REQUESTS = 1600
 _FITTED_BATCHES, _CHECKED_BATCHES = (1, 4, 16), (2, 8)
 _FITTED_FLEETS = (
@@ -34,7 +33,6 @@ _CHECKED_FLEETS = (
 )  # fmt: skip
 _VIEWED_FITTED, _VIEWED_CHECKED = (10, 256), (100,)
 _VIEWS = 200
-_SIMULATED_S = 2
 _WANTED_ERROR = 0.25
 _SIZES = (10, 100, 1000)
 _RATES = (0, 1_000, 10_000, 100_000)
@@ -43,19 +41,20 @@ _INFO_EVERY_S = 10  # interval at which an idle replica's info changes (fleet/in
 _SERVED = [[0, f"tenant-{n}", 12.0] for n in range(10)]
 
 
-def measure_fleets(server: Server) -> tuple[bool, str]:
-    """Returns whether the formula's error is small enough at all checked points, and the result page."""
+def measure_fleets(server: Server, rounds: int) -> tuple[bool, str]:
+    """Take medians of `rounds`. Returns whether the formula's error is small enough at all checked points,
+    and the result page."""
     requests = {
-        (queued, batch): _medians(lambda queued=queued, batch=batch: _request(server, batch, queued))
+        (queued, batch): _medians(rounds, lambda queued=queued, batch=batch: _request(server, batch, queued))
         for queued in (0, 1000)
         for batch in sorted(_FITTED_BATCHES + _CHECKED_BATCHES)
     }
     views = {
-        count: _medians(lambda count=count: _views(server, count))
+        count: _medians(rounds, lambda count=count: _views(server, count))
         for count in sorted(_VIEWED_FITTED + _VIEWED_CHECKED)
     }
     fleets = _FITTED_FLEETS + _CHECKED_FLEETS
-    cores = _medians(lambda: [_simulate(server, each) for each in fleets])
+    cores = _medians(rounds, lambda: [_simulate(server, each) for each in fleets])
     points = [Point(*each) for each in zip(fleets, cores, strict=True)]
     direct, waiting = (line([requests[queued, b] for b in _FITTED_BATCHES]) for queued in (0, 1000))
     dashboard = line([(float(n), sum(views[n])) for n in _VIEWED_FITTED])
@@ -101,9 +100,9 @@ def measure_fleets(server: Server) -> tuple[bool, str]:
     ])  # fmt: skip
 
 
-def _medians(measure_once: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-    rounds = [measure_once() for _ in range(_ROUNDS)]
-    return tuple(statistics.median(each) for each in zip(*rounds, strict=True))
+def _medians(rounds: int, measure_once: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+    found = [measure_once() for _ in range(rounds)]
+    return tuple(statistics.median(each) for each in zip(*found, strict=True))
 
 
 def _request(server: Server, batch: int, queued: int) -> tuple[float, float]:
@@ -180,15 +179,13 @@ def _simulate(server: Server, fleet: Fleet) -> float:
         work += [publish] * round(messages_a_second(fleet.replicas))
         work += [lambda: replicas.pool.run(1)] * round(fleet.requests_per_s)
         random.Random(1).shuffle(work)
-        before = server.cpu_us()
-        for _ in range(_SIMULATED_S):
-            began_s = time.monotonic()
-            for at, call in enumerate(work):
-                if (wait_s := began_s + at / len(work) - time.monotonic()) > 0:
-                    time.sleep(wait_s)
-                call()
-            time.sleep(max(0.0, began_s + 1 - time.monotonic()))
-        return (server.cpu_us() - before) / _SIMULATED_S / 1e6
+        before, began_s = server.cpu_us(), time.monotonic()
+        for at, call in enumerate(work):
+            if (wait_s := began_s + at / len(work) - time.monotonic()) > 0:
+                time.sleep(wait_s)
+            call()
+        time.sleep(max(0.0, began_s + 1 - time.monotonic()))
+        return (server.cpu_us() - before) / 1e6
 
 
 @contextmanager

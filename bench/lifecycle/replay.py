@@ -35,20 +35,20 @@ class LifecycleCost:
 
 
 def measure_lifecycle(
-    server: Server, size: Size, requests: int, seed: int, *, with_upkeep: bool = False, placed: bool = True
+    server: Server, size: Size, requests: int, seed: int, *, upkeep: int = 0, placed: bool = True
 ) -> LifecycleCost:
-    """Measure requests at `size` in two rounds (three for large sizes). Each call's shortest time counts,
-    because delays by the machine occur in only one round.
+    """Measure requests at `size` in two rounds. Each call's shortest time counts, because delays by the
+    machine occur in only one round.
 
     With the policy `fcfs`, later rounds replay the recorded commands. With other policies a replay could
-    serve other requests, so later rounds repeat the calls. `with_upkeep`: whether to measure upkeep.
+    serve other requests, so later rounds repeat the calls. `upkeep`: how many rounds measure upkeep.
     `placed`: whether grants place requests.
     """
     warm_up = 100 * BATCH
     recording: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
-    for round in range(3 if size.large else 2):
+    for round in range(2):
         state = Workload(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # exclude the slow log from the memory measurement
@@ -64,16 +64,19 @@ def measure_lifecycle(
             work = partial(_play, server, recording) if is_replayed else partial(state.run, requests)
             cpu_us = server.cpu_us_of(work)
         longest.append(filling_us | server.slow_us())
-        kinds.append(_upkeep_calls(state) if with_upkeep else {})
-    upkeep_us = {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
-    calls = len(recording) / requests
-    return LifecycleCost(cpu_us / requests, calls, bytes_each, registry_each, _longest(*longest), upkeep_us)
+        if round < upkeep:
+            kinds.append(_upkeep_calls(state))
+    calls, by_kind = len(recording) / requests, _by_kind(kinds)
+    return LifecycleCost(cpu_us / requests, calls, bytes_each, registry_each, _longest(*longest), by_kind)
 
 
-def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
-    """The longest call of each kind of upkeep at `size`; a call's time is the shortest of three rounds."""
-    kinds = [_upkeep_calls(Workload(server, size, seed)) for _ in range(3)]
-    return {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
+def upkeep_us(server: Server, size: Size, seed: int, rounds: int) -> dict[str, float]:
+    """The longest call of each kind of upkeep at `size`; a call's time is the shortest of all rounds."""
+    return _by_kind([_upkeep_calls(Workload(server, size, seed)) for _ in range(rounds)])
+
+
+def _by_kind(rounds: Sequence[dict[str, dict[int, float]]]) -> dict[str, float]:
+    return {kind: _longest(*(made[kind] for made in rounds)) for kind in (rounds[0] if rounds else ())}
 
 
 def _upkeep_calls(state: Workload) -> dict[str, dict[int, float]]:
