@@ -468,6 +468,9 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert f"endpoints: static, {told}" in capsys.readouterr().out
     assert "static, since it names watermark_per_backend, percentage_deviation_for_bounds; remove" in out.out
     assert out.err == ""
+    written(tmp_path, "request_queue_controller: {max_per_backend: 3}")
+    assert cli.main(["check", str(path)]) == 0
+    assert "found by the fleet, 3 requests each at first\n" in capsys.readouterr().out
     for given, told in (
         ("extproc: {trusted_headers: [x-llm-d-inference-fairness-id]}\ntenants: {}", "by the fairness id"),
         ("extproc: {trusted_headers: [x-org]}\ntenants: {headers: [x-org]}", "by x-org"),

@@ -463,12 +463,13 @@ class RequestQueueController(Section):
     @property
     def initial_limit(self) -> int:
         """The limit of a new endpoint in mode `adaptive`."""
-        return self.initial_per_backend or _INITIAL_LIMIT[self.unit]
+        initial = self.initial_per_backend or _INITIAL_LIMIT[self.unit]
+        return max(self.min_per_backend, min(initial, self.max_per_backend or MOST_LIMIT))
 
     @property
     def upper_per_backend(self) -> float:
         if self.is_adaptive:
-            return float(min(self.initial_limit, self.max_per_backend or MOST_LIMIT))
+            return float(self.initial_limit)
         if self.upper_bound_per_backend is not None:
             return self.upper_bound_per_backend
         return self.watermark_per_backend * (1 + self.percentage_deviation_for_bounds)
