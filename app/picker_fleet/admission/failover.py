@@ -176,7 +176,8 @@ class Failover:
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
         self.ignored_s = -math.inf  # when this replica last ignored a report that a request runs
-        self._sound = self._moment()  # until then no replica can have returned to Redis without this one
+        # Until then no other replica can have used this replica's part of the bound.
+        self._sound = self._moment()
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
@@ -190,8 +191,8 @@ class Failover:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether this process was paused for so long in the outage that the other replicas may have returned
-        to Redis meanwhile, and then used this replica's budget."""
+        """Whether this process was paused for so long that the other replicas may have used this replica's
+        part of the bound: before Redis was lost, or because they returned to Redis without this replica."""
         return self._moment().paused_s - self._sound.paused_s > _PAUSED_S
 
     def _moment(self) -> _Moment:
@@ -252,6 +253,8 @@ class Failover:
             now_s = self._clock()
             self._joined_s = self._joined_s or now_s
             self.stock, self.placed = Stock(pulse, now_s), 0.0
+            if self.outage is None:
+                self._sound = self._moment()
         self._failed_heartbeats = 0
         self._answered_heartbeats += 1
         if self.state is _LOCAL and self._answered_heartbeats >= self._failure_detector.heartbeats_to_recover:
@@ -319,7 +322,7 @@ class Failover:
             self._tick()
 
     def _tick(self) -> None:
-        if self.outage is None or not self.is_in_doubt:
+        if not self.is_in_doubt:
             self._sound = self._moment()
         self._queue.drop_expired()
         if self.outage is not None:
@@ -391,7 +394,6 @@ class Failover:
             self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free + self.prepaid
         self.outage = outage
-        self._sound = self._moment()
         self._go_local()
         return outage
 
