@@ -110,8 +110,8 @@ def _encoded(rows: Iterable[Row], kind: str, *, header: bool = False) -> bytes:
 
 def _cell(value: Any) -> Any:
     """`value`, after an apostrophe if a spreadsheet could take the text for a formula (OWASP, "CSV
-    Injection")."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    Injection"), or if it begins with an apostrophe: then no two texts have the same cell."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "'")) else value
 
 
 _ANSWERS: Responses = {
