@@ -46,9 +46,9 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
+_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/quotas.lua)
 # Redis expires queued requests; this replica's own timer for a request fires this many seconds later, if no
 # notification came.
-_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/quotas.lua)
 _EXPIRY_SLACK_S = 0.05
 # Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
