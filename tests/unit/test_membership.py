@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from admission_bench import admission_over
+from admission_bench import QUEUED, FickleStore, admission_over
 from background import running, until
 from clocks import Clock
+from local_requests import ask
 from members import member_of
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
@@ -125,6 +126,21 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
             assert store.heartbeats[before:].index(first) <= 1  # in one of the next two heartbeats
+
+
+async def test_heartbeats_go_on_while_waiting_requests_are_registered_again() -> None:
+    store = FickleStore()
+    store.admitting = [QUEUED]
+    async with member(store, parse({"leases": {"heartbeat": "10ms"}})) as one:
+        waiting = asyncio.create_task(one.gate.admit(ask("r"), stream_owned=False))
+        await until(lambda: one.gate.queue.waiting)
+        # Redis may have lost the request, and does not answer when the replica registers the request again.
+        store.silent, store.was_known = True, False
+        await until(lambda: len(store.ages_s) == 2)
+        before = len(store.heartbeats)
+        await until(lambda: len(store.heartbeats) > before + 3)
+        assert len(store.ages_s) == 2
+        waiting.cancel()
 
 
 def with_change(changes: dict[str, Any], overrides: dict[str, Any]) -> ScriptedStore:

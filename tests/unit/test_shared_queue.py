@@ -11,6 +11,7 @@ from local_requests import ask
 from metrics_page import samples
 from tables import cases
 
+from picker_fleet.admission import shared_queue
 from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
@@ -178,6 +179,23 @@ async def test_no_registration_is_awaited_of_a_request_that_has_got_its_turn(ben
     bench.grant()
     assert await registering
     await task
+
+
+async def test_a_request_that_is_placed_before_its_registration_is_not_admitted_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_queue, "_CHUNK", 1)
+    first, second = await bench.queued(PLACED), await bench.wait_in_redis("second")
+    bench.store.silent = True
+    registering = asyncio.create_task(bench.gate.queue.register_again())
+    await until(lambda: len(bench.store.ages_s) == 3)
+    # While Redis has yet to answer for the first request, the second request is placed.
+    bench.gate.queue.notified(Notification("second", Verdict.GRANTED))
+    await second
+    bench.grant()
+    await until(registering.done)
+    assert len(bench.store.ages_s) == 3
+    await first
 
 
 async def test_after_a_pause_the_request_of_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:

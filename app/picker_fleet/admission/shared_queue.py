@@ -58,6 +58,7 @@ _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
+_CHUNK = 512  # maximum registrations in flight at a time; the store sends 16 in a call
 # Send the age of a request younger than this as 0. Ages are whole ms, and another process may have had the
 # core since the arrival, so a tiny age could let a request overtake earlier requests in its message.
 _YOUNG_S = 0.01
@@ -450,12 +451,17 @@ class SharedQueue:
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
         # Read the clock once: a pause of the process between two readings would reverse the requests' order.
         now_s = self._clock()
-        async with asyncio.TaskGroup() as tasks:
-            registered = [tasks.create_task(self._register_waiter(waiter, now_s)) for waiter in waiters]
-        return all(task.result() for task in registered)
+        for at in range(0, len(waiters), _CHUNK):
+            async with asyncio.TaskGroup() as tasks:
+                chunk = waiters[at : at + _CHUNK]
+                registered = [tasks.create_task(self._register_waiter(waiter, now_s)) for waiter in chunk]
+            if not all(task.result() for task in registered):
+                return False
+        return True
 
     async def _register_waiter(self, waiter: Waiter, now_s: float) -> bool:
-        if waiter.notification.done() or waiter.placing:
+        has_left = self._waiting.get(waiter.request.id) is not waiter
+        if has_left or waiter.notification.done() or waiter.placing:
             return True
         choice = self._chooser.choose(waiter.request)
         asking = self._ask(waiter, choice, now_s)

@@ -345,16 +345,14 @@ class Membership:
         pulse = await self._send()
         self.refusal = self._fault = ""
         if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == UNKNOWN):
-            state = await self._read()
-            self._publisher.acknowledged(self._endpoints.current, state.pool)
+            self._publisher.acknowledged(self._endpoints.current, (await self._read()).pool)
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # the last publication stays valid; heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
                 if rebuilt is not None and self._epoch:
-                    lost = rebuilt.lost or "pool"
                     _log.error(
                         "Redis lost the key %s; rebuilt the pool from %d request records",
-                        lost,
+                        rebuilt.lost or "pool",
                         rebuilt.records,
                     )
             pulse = await self._send()
@@ -372,7 +370,7 @@ class Membership:
             return
         if self._lost:
             _log.warning("Redis may have lost the requests of this replica; registering them again")
-            self._lost = not await self._queue.register_again()
+            await self._register_again(pulse.epoch)
         self._epoch = pulse.epoch
         with contextlib.suppress(WritesRefused):  # the nodes in force stay valid; heartbeats go on
             await self._tenants.publish(pulse)
@@ -384,6 +382,21 @@ class Membership:
                 await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None, self._epoch)
                 with contextlib.suppress(WritesRefused):  # the counts stay; heartbeats go on
                     await self._usage.flush()
+
+    async def _register_again(self, epoch: str) -> None:
+        """Register this replica's requests with the shared state. Heartbeats go on meanwhile: otherwise, if
+        many requests wait, other replicas would take this one for dead and orphan the requests, and each
+        heartbeat would begin anew."""
+        self._epoch, self._lost, registered = epoch, False, False
+        registering = asyncio.create_task(self._queue.register_again())
+        try:
+            while not (await asyncio.wait((registering,), timeout=self._leases.heartbeat))[0]:
+                with contextlib.suppress(StateFault):  # the registration fails, too
+                    await self._call("")
+            registered = registering.result()
+        finally:
+            registering.cancel()
+            self._lost = self._lost or not registered
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
         """The published endpoints. If this replica has discovered them itself, read only their marks."""
