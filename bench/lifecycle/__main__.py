@@ -15,7 +15,7 @@ from bench.rig.report import describe_run, options_parser, table, write_page
 from bench.rig.server import Server, server
 from picker_fleet.state.batching import MAX_BATCH
 
-_ROUNDS = 3
+_ROUNDS, _REQUESTS = 3, 1600
 _ROUNDS_BESIDE_BASELINE = 6
 # A request may cost Redis at most as much CPU as this many calls of the baseline script. The last full run
 # missed this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
@@ -56,19 +56,19 @@ def _sizes(most: int) -> dict[str, Size]:
     }
 
 
-def _measure(redis_server: Server, requests: int, most: int, rounds: int) -> Iterator[Row]:
+def _measure(redis_server: Server, most: int, rounds: int) -> Iterator[Row]:
     baselines: list[float] = []
     costs: dict[str, float] = {}
     longest = 0.0
-    yield from _beside_baseline(redis_server, requests, baselines)
+    yield from _beside_baseline(redis_server, baselines)
     for name, size in _sizes(most).items():
         found, beside = [], []
         base = replace(size, limited=False) if size.limited else Size(ordering=size.ordering)
         for seed in range(1 if size.large else rounds):
             upkeep = min(rounds, 2) if size.large else 0
-            own = measure_lifecycle(redis_server, size, requests, seed, upkeep=upkeep)
+            own = measure_lifecycle(redis_server, size, _REQUESTS, seed, upkeep=upkeep)
             # The machine's speed varies by a factor of two, so a base run follows each run.
-            other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
+            other = own if size == base else measure_lifecycle(redis_server, base, _REQUESTS, seed)
             found.append(own)
             beside.append(other)
             longest = max(longest, own.longest_us)
@@ -90,14 +90,14 @@ def _measure(redis_server: Server, requests: int, most: int, rounds: int) -> Ite
     yield Row("the longest call of these", longest, _LONGEST_US, "us")
 
 
-def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]) -> Iterator[Row]:
+def _beside_baseline(redis_server: Server, baselines: list[float]) -> Iterator[Row]:
     """Compare Redis's CPU for a request and for a baseline call, by many short runs in turns."""
     steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
-        baselines.append(baseline(redis_server, 2 * requests))
+        baselines.append(baseline(redis_server, 2 * _REQUESTS))
         for what, placed in steps.items():
-            found[what].append(measure_lifecycle(redis_server, _SMALL, requests, seed, placed=placed).us)
+            found[what].append(measure_lifecycle(redis_server, _SMALL, _REQUESTS, seed, placed=placed).us)
     for what, us in found.items():
         # The machine's speed varies by a factor of two within seconds; noise only adds time: compare minima.
         least = min(us) / min(baselines)
@@ -140,7 +140,7 @@ def main() -> int:
     with server() as redis_server:
         about += f" On {redis_server.kind}."
         rows = list(_all_rows(redis_server, quick=options.quick))
-        fits, text = measure_fleets(redis_server, 1 if options.quick else _ROUNDS)
+        fits, text = measure_fleets(redis_server, 1 if options.quick else 2)
     sizing = f"# How much of a Valkey a fleet takes\n\n{about}\n\n{text}\n"
     for name, page in {"lifecycle": _page(about, rows), "sizing": sizing}.items():
         if options.quick:
@@ -151,10 +151,8 @@ def main() -> int:
 
 
 def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:
-    requests, most, ended, crowd, rounds = 3200, 1_000_000, 100_000, 50_000, _ROUNDS
-    if quick:
-        requests, most, ended, crowd, rounds = 1600, 100_000, 20_000, 5000, 1
-    yield from _measure(redis_server, requests, most, rounds)
+    most, ended, crowd, rounds = (100_000, 20_000, 5000, 1) if quick else (1_000_000, 50_000, 50_000, _ROUNDS)
+    yield from _measure(redis_server, most, rounds)
     yield from _upkeep(redis_server, crowd, min(rounds, 2))
     yield _keys_left(redis_server, ended)
 

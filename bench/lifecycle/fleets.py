@@ -23,7 +23,7 @@ from picker_fleet.domain.bands import MOST_PRIORITY
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK
 
-_REQUESTS = 1600
+_REQUESTS = 800
 _FITTED_BATCHES, _CHECKED_BATCHES = (1, 4, 16), (2, 8)
 _FITTED_FLEETS = (
     Fleet(10, 0), Fleet(100, 0), Fleet(256, 0), Fleet(1000, 0), Fleet(10, 300), Fleet(100, 1000),

@@ -44,7 +44,7 @@ def measure_lifecycle(
     serve other requests, so later rounds repeat the calls. `upkeep`: how many rounds measure upkeep.
     `placed`: whether grants place requests.
     """
-    warm_up = 100 * BATCH
+    warm_up = 50 * BATCH
     recording: list[bytes] = []
     longest: list[dict[int, float]] = []
     kinds: list[dict[str, dict[int, float]]] = []
