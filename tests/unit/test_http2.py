@@ -606,6 +606,13 @@ async def test_a_flood_of_empty_frames_ends_only_its_own_connection(sent: bytes)
         assert await peer.ended() == CALM
 
 
+async def test_a_changed_initial_window_size_counts_as_one_frame_for_each_open_stream() -> None:
+    async with serving(Held()) as server, server.peer() as peer:
+        await peer.send(*(peer.request(stream, flags=0) for stream in range(1, 2001, 2)))
+        await peer.send(*(window_setting(100_000 + change) for change in range(20)))
+        assert await peer.ended() == CALM
+
+
 async def test_too_many_resizes_of_the_header_table_end_the_connection() -> None:
     async with serving() as server:
         async with server.peer() as peer:

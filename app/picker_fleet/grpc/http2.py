@@ -32,7 +32,6 @@ _FLUSH_BYTES: Final = 64 * 1024
 _CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
 
 # Costs of frames without effect, charged to the allowance `Limits.idle_frames`, and additions to it.
-_SETTINGS_COST: Final = 20  # cost of a SETTINGS frame, which may change every stream
 _RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
 _PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
 _BYTES_SENT: Final = 1024  # sending this many bytes allows the peer one more frame
@@ -485,12 +484,11 @@ class Connection(asyncio.Protocol):
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         self._count_idle(1)
         more = int.from_bytes(payload, "big") & frames.MAX_WINDOW
+        code = frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR
         if stream_id == 0:
             self.send_window += more
             if more == 0 or self.send_window > frames.MAX_WINDOW:
-                raise ConnectionFault(
-                    frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR, "an invalid window update"
-                )
+                raise ConnectionFault(code, "an invalid window update")
             self.wake_next()
             return
         stream = self._streams.get(stream_id)
@@ -500,7 +498,7 @@ class Connection(asyncio.Protocol):
             return
         stream.send_window += more
         if more == 0 or stream.send_window > frames.MAX_WINDOW:
-            self._fault(stream_id, frames.FLOW_CONTROL_ERROR if more else frames.PROTOCOL_ERROR)
+            self._fault(stream_id, code)
         else:
             stream.wake_writer()
 
@@ -515,7 +513,7 @@ class Connection(asyncio.Protocol):
     def _on_settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6 or (flags & frames.ACK and payload):
             raise ConnectionFault(frames.FRAME_SIZE_ERROR, "settings have a wrong size")
-        self._count_idle(_SETTINGS_COST)
+        self._count_idle(1 + len(payload) // 6)
         if flags & frames.ACK:
             return
         window = self.initial_send_window
@@ -529,6 +527,8 @@ class Connection(asyncio.Protocol):
         if window > frames.MAX_WINDOW:
             raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
         if window != self.initial_send_window:
+            self._count_idle(len(self._streams))
+            self.peers.frames_left -= len(self._streams)
             more, self.initial_send_window = window - self.initial_send_window, window
             for stream in self._streams.values():
                 stream.send_window += more
