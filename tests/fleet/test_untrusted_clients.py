@@ -242,6 +242,38 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
         writer.close()
 
 
+async def half_http1(url: str, body: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    with contextlib.closing(writer.transport):
+        whole = request("POST", "/v1/completions", body=body)
+        for at in range(0, len(whole) - 65_536, 65_536):
+            writer.write(whole[at : at + 65_536])
+            await asyncio.sleep(0.05)
+        await reader.read()
+
+
+async def half_http2(url: str, body: bytes) -> None:
+    async with upload(url) as client:
+        await client.send_open(body)
+        await client.answered()
+
+
+@pytest.mark.parametrize("send", [half_http1, half_http2])
+async def test_half_sent_bodies_that_envoy_keeps_in_mode_http_do_not_keep_other_requests_out(
+    here: Any, tmp_path: Path, send: Any
+) -> None:
+    body = json.dumps({**ASK, "prompt": "x" * 8_000_000}).encode()
+    with edge(here, tmp_path, mode="http", max_heap_bytes=64 * 1024 * 1024) as running:
+        attacking = [asyncio.create_task(send(running.url, body)) for _ in range(10)]
+        ended, _ = await asyncio.wait(attacking, timeout=40, return_when=asyncio.FIRST_COMPLETED)
+        assert ended
+        whole = request("POST", "/v1/completions", body=json.dumps(ASK).encode())
+        await here.eventually(partial(exchange, running.url, whole), lambda answer: b"200 OK" in answer[:20])
+        for task in attacking:
+            task.cancel()
+        await asyncio.wait(attacking)
+
+
 @pytest.mark.parametrize("mode", MODES)  # from here on, tests end the fleet of the fixture `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_x_forwarded_for_header(
     shared_fleet: Any, tmp_path: Path, mode: Mode

@@ -126,13 +126,13 @@ def seen(request_body: str | None, response_headers: str, response_body: str | N
     return facts | {"asking.metadataOptions.receivingNamespaces.untyped": ["envoy.lb", "picker"]}
 
 
-def timeouts(waits_s: int) -> dict[str, Any]:
+def timeouts(waits_s: int, sends_s: int) -> dict[str, Any]:
     """Envoy's timeouts if a request may queue for `waits_s` seconds: none for answers, a short one for
-    headers."""
+    headers, `sends_s` for whole requests."""
     return {
         "host.routes.0.route.timeout": "0s",
         "host.routes.0.route.idleTimeout": None,
-        "manager.requestTimeout": f"{waits_s + 60}s",
+        "manager.requestTimeout": f"{sends_s}s",
         "manager.streamIdleTimeout": f"{max(3600, waits_s + 60)}s",
         "manager.requestHeadersTimeout": "10s",
         "manager.commonHttpProtocolOptions": {"idleTimeout": "120s"},
@@ -218,7 +218,8 @@ LIMIT = {"asking.withRequestBody": {"maxRequestBytes": 5001, "allowPartialMessag
 UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deny": (" ".join(MODES), {"extproc": {"on_failure": "deny"}}, {"asking.failureModeAllow": None}),
     "balance": (" ".join(MODES), {"extproc": {"on_failure": "balance"}}, {"asking.failureModeAllow": True}),
-    "only stalled requests time out": ("standard lean http", TWO_HOURS, timeouts(7200)),
+    "only stalled requests time out": ("standard lean", TWO_HOURS, timeouts(7200, 7260)),
+    "requests that wait do not time out, unfinished bodies do": ("http", TWO_HOURS, timeouts(7200, 60)),
     "checks wait as long as a request may queue": ("http", TWO_HOURS, UNTIL_QUEUED),
     "the access log has its interval": ("lean http", THREE_SECONDS, ACCESS_LOG),
     "the access log has only cut answers": (

@@ -71,7 +71,7 @@ PICKER_HTTP = "picker-http"  # cluster of the replicas' ports for the mode `http
 MAX_CONNECTIONS = 10_000
 MAX_HEAP_BYTES = 1024 * 1024 * 1024
 
-_HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_GRPC_HEALTH = {"serviceName": "envoy.service.ext_proc.v3.ExternalProcessor"}
 # Most bytes that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
 # Envoy buffers request bodies up to this size for retries (G9).
@@ -221,8 +221,7 @@ def build_bootstrap(
     manager = _Manager(settings, mode, tuple(trusted), debug_headers, client_rate, origins)
     listeners = [manager.listener(None, listen)]
     listeners += [manager.listener(name, at) for name, at in pool_listens.items()]
-    grpc = {"serviceName": _HEALTH_SERVICE}
-    clusters = [_replicas(PICKER, pickers, "h2", files(settings.extproc.tls), grpc_health=grpc)]
+    clusters = [_replicas(PICKER, pickers, "h2", files(settings.extproc.tls), grpc_health=_GRPC_HEALTH)]
     if mode == "http":
         own, health = files(settings.http.tls), {"path": HEALTH_PATH.decode()}
         clusters.append(_replicas(PICKER_HTTP, http_pickers, "http/1.1", own, http_health=health))
@@ -240,6 +239,7 @@ def build_bootstrap(
         max_heap_bytes=max_heap_bytes,
         listeners=listeners,
         clusters=clusters,
+        **_parts()["bounded_bodies" if mode == "http" else "passing_bodies"],
     )
 
 
@@ -342,7 +342,7 @@ class _Manager:
                 )
             ],
             silent=_seconds(max(_SILENT_S, request_s)),
-            request=_seconds(request_s),
+            request=_seconds(settings.extproc.body_timeout if mode == "http" else request_s),
             flush=_seconds(_BODY_S),
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
