@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
@@ -129,6 +130,14 @@ class Server:
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
+
+
+def documented_user(name: str) -> str:
+    """The ACL rules of the user `name` in docs/redis.md."""
+    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    found = re.search(rf"^user {name} on >PASSWORD (.*\+(?:fcall|function\|load).*)$", page, re.M)
+    assert found is not None, name
+    return found[1]
 
 
 @contextlib.contextmanager

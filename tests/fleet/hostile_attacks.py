@@ -2,27 +2,33 @@
 
 `hostile_attacks.py TARGET ONLY` runs the attacks whose names contain ONLY on TARGET (a `Target` as
 JSON) until stdin ends, then prints one line of JSON that counts outcomes: a status code, or `ended` where the
-fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain.
+fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain,
+or as often as half a core allows.
 """
 
 import asyncio
 import itertools
 import json
 import random
+import ssl
 import struct
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import grpc
 import hpack
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
+from picker_fleet.domain.allowlist import FAIRNESS_ID
 from picker_fleet.grpc.frames import (
     CANCEL,
     CONTINUATION,
@@ -39,20 +45,31 @@ from picker_fleet.grpc.frames import (
     WINDOW_UPDATE,
     frame,
 )
+from picker_fleet.grpc.transport import HEALTH
 from picker_fleet.ingress.ext_proc.accesslog import SERVICE as ACCESS_LOG
 from picker_fleet.ingress.ext_proc.server import PROCESS
+from picker_fleet.state.keys import Keys
 
 MODEL = "llama"  # served by the honest model servers
 TRAP = "trap"  # served by the hostile model servers
 HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
+REDIS_USER = "other"  # may use another pool than the fleet's, with any password
 
 
 class Target(NamedTuple):
-    """Addresses as host:port: Envoy's listener, and the replicas' gRPC and admin ports."""
+    """Addresses as host:port: Envoy's listener, the replicas' ports for gRPC, administration and mode `http`
+    (if any), and Redis. `tls` are the gRPC ports if these speak TLS, with `certificate`. If `flat_out`,
+    attacks make no pauses.
+    """
 
-    envoy: str
+    envoy: tuple[str, ...]
     grpc: tuple[str, ...]
     admin: tuple[str, ...]
+    http: tuple[str, ...]
+    redis: tuple[str, ...]
+    tls: tuple[str, ...]
+    certificate: str
+    flat_out: bool
 
 
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
@@ -61,34 +78,94 @@ _LEAVES_S = 0.3
 
 ENDED = "ended"
 Try = Callable[[Target, int], Awaitable[str]]
+Make = Callable[[int], bytes]  # bytes to send, by the number of the attempt
 
 
 class Attack(NamedTuple):
-    """`at_once` loops that each start `attempt` every `every_s`, or later while the previous one runs."""
+    """`at_once` loops that each start `attempt` every `every_s`, or later while the previous one runs. The
+    attack is possible if the field `needs` of the target is not empty."""
 
     name: str
     attempt: Try
     every_s: float
     at_once: int = 1
+    needs: str = "envoy"
 
 
 # Connections
 
 
+@cache
+def _trusting(certificate: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=certificate)
+
+
 @asynccontextmanager
-async def _connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    host, port = address.rsplit(":", 1)
+async def _connected(
+    target: Target, part: str
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect to a port of the kind `part`, a field of `target`; by TLS if gRPC ports speak TLS."""
+    host, number = random.choice(getattr(target, part)).rsplit(":", 1)
+    context = _trusting(target.certificate) if part == "grpc" and target.tls else None
     async with asyncio.timeout(_PATIENCE_S):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(number), ssl=context)
         try:
             yield reader, writer
         finally:
             writer.transport.abort()
 
 
+@asynccontextmanager
+async def _channel(target: Target) -> AsyncIterator[grpc.aio.Channel]:
+    address, trusted = random.choice(target.grpc), grpc.ssl_channel_credentials(target.certificate.encode())
+    made = grpc.aio.secure_channel(address, trusted) if target.tls else grpc.aio.insecure_channel(address)
+    async with asyncio.timeout(_PATIENCE_S), made:
+        yield made
+
+
 async def _status(reader: asyncio.StreamReader) -> str:
     line = await reader.readline()
     return line.split(b" ", 2)[1].decode() if line.startswith(b"HTTP/1.1 ") else ENDED
+
+
+async def _until_ended(reader: asyncio.StreamReader, within_s: float = _PATIENCE_S / 2) -> str:
+    try:
+        async with asyncio.timeout(within_s):
+            while await reader.read(1 << 16):
+                pass
+    except TimeoutError:
+        return "held"
+    except OSError:
+        pass
+    return ENDED
+
+
+async def _answered(make: Make, target: Target, number: int) -> str:
+    """Send a request to Envoy; the outcome is the answer's status."""
+    async with _connected(target, "envoy") as (reader, writer):
+        writer.write(make(number))
+        return await _status(reader)
+
+
+async def _send(part: str, make: Make, target: Target, number: int) -> str:
+    """Send some bytes, and wait for the connection's end."""
+    async with _connected(target, part) as (reader, writer):
+        writer.write(make(number))
+        return await _until_ended(reader)
+
+
+async def _flood(part: str, floods: Sequence[tuple[bytes, bytes]], target: Target, number: int) -> str:
+    """Send the beginning of a flood, then its other bytes a hundred times a second, until the connection
+    ends."""
+    first, again = floods[number % len(floods)]
+    async with _connected(target, part) as (reader, writer):
+        writer.write(first)
+        ended = asyncio.create_task(_until_ended(reader))
+        while not ended.done():
+            writer.write(again)
+            await writer.drain()
+            await asyncio.sleep(0 if target.flat_out else 0.01)
+        return await ended
 
 
 def _request(
@@ -98,12 +175,6 @@ def _request(
     lines += [f"{name}: {value}" for name, value in headers]
     lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
     return "\r\n".join(lines).encode() + body
-
-
-async def _status_of(address: str, request: bytes) -> str:
-    async with _connected(address) as (reader, writer):
-        writer.write(request)
-        return await _status(reader)
 
 
 def _ask(model: str = MODEL, **fields: object) -> bytes:
@@ -135,26 +206,21 @@ def _bodies() -> tuple[bytes, ...]:
     )
 
 
-async def _body(target: Target, number: int) -> str:
+def _body(number: int) -> bytes:
     bodies = _bodies()
     path = "/v1/chat/completions" if number % len(bodies) == 3 else "/v1/completions"
-    async with _connected(target.envoy) as (reader, writer):
-        writer.write(_request(path, bodies[number % len(bodies)]))
-        return await _status(reader)
+    return _request(path, bodies[number % len(bodies)])
 
 
-async def _stall(target: Target, number: int) -> str:
-    """Send half of a large body and stop."""
+def _half_body(number: int) -> bytes:
     whole = _request("/v1/completions", _bodies()[5])
-    async with _connected(target.envoy) as (reader, writer):
-        writer.write(whole[: len(whole) // 2])
-        return await _status(reader)
+    return whole[: len(whole) // 2]
 
 
 async def _claim(target: Target, number: int) -> str:
     """Ask for more tokens than the model can answer, or for its maximum, then disconnect."""
     body = _ask(max_tokens=(10 ** (6 + number % 13), 4000)[number % 2], stream=True)
-    async with _connected(target.envoy) as (reader, writer):
+    async with _connected(target, "envoy") as (reader, writer):
         writer.write(_request("/v1/completions", body))
         try:
             async with asyncio.timeout(_LEAVES_S):
@@ -174,25 +240,6 @@ _HALVES = (
     b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
     b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # the answer has no end
 )
-
-
-def _envoy(target: Target, number: int) -> str:
-    return target.envoy
-
-
-def _admin(target: Target, number: int) -> str:
-    return target.admin[number % len(target.admin)]
-
-
-async def _half(address: Callable[[Target, int], str], target: Target, number: int) -> str:
-    async with _connected(address(target, number)) as (reader, writer):
-        writer.write(_HALVES[number % len(_HALVES)])
-        try:
-            async with asyncio.timeout(_PATIENCE_S / 2):
-                await reader.read()
-        except TimeoutError:
-            return "held"
-        return ENDED
 
 
 # Attacks over HTTP/2, frame by frame
@@ -220,7 +267,13 @@ def _asking() -> _Frames:
 
 
 _HELLO = PREFACE + frame(SETTINGS, 0, 0)
-_NO_WINDOW = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+
+
+def _windows(size: int) -> bytes:
+    """The settings of a peer whose streams have windows of this size."""
+    return frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size))
+
+
 _RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a connection at 500 resets
 
 
@@ -228,7 +281,7 @@ async def _reset(target: Target, number: int) -> str:
     """Begin requests, and reset each in the same write or 2 ms later, or all by the connection's end."""
     cancel = CANCEL.to_bytes(4, "big")
     asking, clock = _asking(), asyncio.get_running_loop().time
-    async with _connected(target.envoy) as (_, writer):
+    async with _connected(target, "envoy") as (_, writer):
         writer.write(_HELLO)
         begun_s = clock()
         for done in range(0, _RESETS, _RESETS_AT_ONCE):
@@ -247,39 +300,33 @@ async def _reset(target: Target, number: int) -> str:
 
 async def _leave(target: Target, number: int) -> str:
     """Send an HTTP/1.1 request and disconnect 20 ms later."""
-    async with _connected(target.envoy) as (_, writer):
+    async with _connected(target, "envoy") as (_, writer):
         writer.write(_request("/v1/completions", _ask(max_tokens=400)))
         await asyncio.sleep(0.02)
     return "left"
 
 
-async def _half_streams(target: Target, number: int) -> str:
-    """Begin a thousand requests on one connection and finish none."""
-    asking = _asking()
-    async with _connected(target.envoy) as (reader, writer):
-        begun = [asking.begin() for _ in range(1000)]
-        writer.write(_HELLO + b"".join(head + frame(DATA, 0, stream, b"{") for stream, head in begun))
-        return await _until_ended(reader)
+@cache
+def _begun(frames: Callable[[], _Frames], count: int, data: bytes = b"", flags: int = 0) -> bytes:
+    """The beginning of a connection with `count` requests, each with one frame of `data`."""
+    encoding, begun = frames(), [_HELLO]
+    for _ in range(count):
+        stream, head = encoding.begin()
+        begun.append(head + frame(DATA, flags, stream, data) if data else head)
+    return b"".join(begun)
+
+
+def _half_streams(number: int) -> bytes:
+    """A thousand requests that have no end."""
+    return _begun(_asking, 1000, b"{")
 
 
 async def _unread(target: Target, number: int) -> str:
     """Ask for an answer, but allow none of its bytes; leave a little later."""
     stream, head = _asking().begin()
-    async with _connected(target.envoy) as (reader, writer):
-        writer.write(_HELLO + _NO_WINDOW + head + frame(DATA, END_STREAM, stream, _ask()))
+    async with _connected(target, "envoy") as (reader, writer):
+        writer.write(_HELLO + _windows(0) + head + frame(DATA, END_STREAM, stream, _ask()))
         return await _until_ended(reader, within_s=3.0)
-
-
-async def _until_ended(reader: asyncio.StreamReader, within_s: float = _PATIENCE_S / 2) -> str:
-    try:
-        async with asyncio.timeout(within_s):
-            while await reader.read(1 << 16):
-                pass
-    except TimeoutError:
-        return "held"
-    except OSError:
-        pass
-    return ENDED
 
 
 _NOT_HTTP = (
@@ -289,59 +336,126 @@ _NOT_HTTP = (
 )
 
 
-async def _unreadable(target: Target, number: int) -> str:
-    """Send a malformed request that Envoy itself refuses."""
-    return await _status_of(target.envoy, _NOT_HTTP[number % len(_NOT_HTTP)])
+def _unreadable(number: int) -> bytes:
+    """A malformed request that Envoy itself refuses."""
+    return _NOT_HTTP[number % len(_NOT_HTTP)]
 
 
 # Attacks by messages to the replicas' gRPC port that only Envoy and replicas should send
 
-
-def _grpc(target: Target, number: int) -> str:
-    return target.grpc[number % len(target.grpc)]
-
-
 _CALLING = (("content-type", "application/grpc"), ("te", "trailers"))
+_calling = partial(_Frames, PROCESS, *_CALLING)
+_watching = partial(_Frames, f"/{HEALTH}/Watch", *_CALLING)
 
 
-async def _silent_streams(target: Target, number: int) -> str:
-    """Open 20 000 ext_proc streams and send no message."""
-    calling = _Frames(PROCESS, *_CALLING)
-    async with _connected(_grpc(target, number)) as (reader, writer):
-        writer.write(_HELLO + b"".join(calling.begin()[1] for _ in range(20_000)))
-        return await _until_ended(reader)
+def _message(message: bytes) -> bytes:
+    """A gRPC message."""
+    return struct.pack(">BI", 0, len(message)) + message
 
 
+def _process(body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[bytes, bytes]:
+    """Envoy's two messages about a request, in mode `standard`."""
+    head = ProcessingRequest(protocol_config={"request_body_mode": 4, "response_body_mode": 4})
+    for name, value in {":method": "POST", ":path": "/v1/completions", **headers}.items():
+        head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    whole = ProcessingRequest(request_body={"body": body, "end_of_stream": True})
+    return head.SerializeToString(), whole.SerializeToString()
+
+
+_HEAD, _NO_JSON = map(_message, _process(b"no JSON" * 70))  # the answer is 400
+
+
+def _silent_streams(number: int) -> bytes:
+    """20 000 ext_proc streams without a message."""
+    return _begun(_calling, 20_000)
+
+
+_OPEN = _HELLO + _calling().begin()[1]
+_SMALLEST = frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1")
+_RESIZED = b"\x20\x20"  # two changes of the header table's size
+_RESIZES = b"\x20" * 14_000
+# Each second a hundred times 10 000 frames.
 _IDLE = (
-    frame(PING, 0, 0, b"x" * 8),
-    frame(PRIORITY, 0, 1, b"\0\0\0\3\0"),
-    frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1"),
-    frame(DATA, 0, 1),
-    frame(CONTINUATION, 0, 3),
-    frame(99, 0, 0),
-    frame(GOAWAY, 0, 0, b"\0" * 8),
-    frame(SETTINGS, 0, 0, struct.pack(">HL", 4, 1)),
+    *(
+        (_OPEN + more, each * 10_000)
+        for more, each in (
+            (b"", frame(PING, 0, 0, b"x" * 8)),
+            (b"", frame(PRIORITY, 0, 1, b"\0\0\0\3\0")),
+            (b"", _SMALLEST),
+            (b"", frame(DATA, 0, 1)),
+            (frame(HEADERS, 0, 3), frame(CONTINUATION, 0, 3)),
+            (b"", frame(99, 0, 0)),
+            (b"", frame(GOAWAY, 0, 0, b"\0" * 8)),
+            (b"", _windows(1)),
+        )
+    ),
+    (_OPEN, b"".join(frame(HEADERS, END_HEADERS, stream, _RESIZED) for stream in range(3, 20_003, 2))),
+    (_OPEN, frame(HEADERS, 0, 3, _RESIZES) + frame(CONTINUATION, END_HEADERS, 3, _RESIZES)),
 )
 
 
-async def _idle_frames(target: Target, number: int) -> str:
-    """Send frames without content until the replica closes the connection."""
-    kind = _IDLE[number % len(_IDLE)]
-    async with _connected(_grpc(target, number)) as (reader, writer):
-        writer.write(_HELLO + _Frames(PROCESS, *_CALLING).begin()[1])
-        if kind[3] == CONTINUATION:
-            writer.write(frame(HEADERS, 0, 3))
-        ended = asyncio.create_task(_until_ended(reader))
-        while not ended.done():
-            writer.write(kind * 10_000)
+@cache
+def _wakes() -> tuple[tuple[bytes, bytes], ...]:
+    """Thousands of streams with open windows, most of which wait for the connection's window; then changes of
+    windows, 1.3 KB/s of them."""
+    blocked = _begun(_calling, 1000, _HEAD + _NO_JSON), _begun(_watching, 13_000, _message(b""), END_STREAM)
+    changes = _SMALLEST, _windows(1 << 20) + _windows(1 << 21), frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1")
+    return tuple(itertools.product(blocked, changes))
+
+
+async def _wake(target: Target, number: int) -> str:
+    return await _flood("grpc", _wakes(), target, number)
+
+
+async def _abandon(after_s: float, target: Target, number: int) -> str:
+    """Begin a thousand requests on one connection. Reset them after `after_s`, or end the connection."""
+    async with _connected(target, "grpc") as (_, writer):
+        writer.transport.set_write_buffer_limits(0)
+        writer.write(_begun(_calling, 1000, _HEAD if number % 2 else b""))
+        await writer.drain()
+        if after_s:
+            await asyncio.sleep(after_s)
+            cancel = CANCEL.to_bytes(4, "big")
+            writer.write(b"".join(frame(RST_STREAM, 0, stream, cancel) for stream in range(1, 2001, 2)))
             await writer.drain()
-            await asyncio.sleep(0.01)
-        return await ended
+    return "left"
 
 
-async def _idle_connection(target: Target, number: int) -> str:
-    async with _connected(_grpc(target, number)) as (reader, _):
-        return await _until_ended(reader)
+async def _take_over(target: Target, number: int) -> str:
+    """Ask with the ids of running or waiting requests, in their flow, with another body."""
+    path = ("/api/v1/inflight?limit=8", "/api/v1/queue?limit=8")[number % 2]
+    async with _connected(target, "admin") as (reader, writer):
+        writer.write(_reading(path))
+        if (status := await _status(reader)) != "200":
+            return status
+        listed = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+    async with _channel(target) as channel:
+        for each in next(rows for rows in listed.values() if isinstance(rows, list)):
+            stream = channel.stream_stream(PROCESS)()
+            named = {"x-request-id": each["id"], FAIRNESS_ID[0]: HONEST}
+            for message in _process(_ask(prompt="a stranger's"), named):
+                await stream.write(message)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVES_S):
+                    await stream.read()
+            stream.cancel()
+    return "asked"
+
+
+@cache
+def _hello() -> bytes:
+    """The first message of a TLS handshake."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="fleet").do_handshake()
+    return outgoing.read()
+
+
+def _handshake(number: int) -> bytes:
+    """A TLS handshake that has no end: nothing, a part, the whole first message, or 16 MB in records."""
+    record = b"\x16\x03\x01\x40\x00"
+    endless = record + b"\x01\xff\xff\xff" + b"\0" * 16_380 + (record + b"\0" * 16_384) * 10
+    return (b"", _hello()[:100], _hello(), endless)[number % 4]
 
 
 def _forged(number: int) -> bytes:
@@ -364,23 +478,13 @@ def _forged(number: int) -> bytes:
 
 
 async def _forge(target: Target, number: int) -> str:
-    address = _grpc(target, number)
-    async with asyncio.timeout(_PATIENCE_S), grpc.aio.insecure_channel(address) as channel:
-        try:
-            match number % 3:
-                case 0:
-                    log = channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")
-                    await log(iter([_forged(number), _forged(number + 1)]))
-                case 1:
-                    question = {"pool": "default", "least": 1, "most": 1e12, "nonce": "x", "signature": "é"}
-                    ask = channel.unary_unary(f"/{SHARES}/Ask")
-                    answer = json.loads(await ask(json.dumps(question).encode()))
-                    return f"given {answer['given']:g}"
-                case _:
-                    log = channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")
-                    await log(iter([bytes([number % 256]) * 5000]))
-        except grpc.aio.AioRpcError as refused:
-            return refused.code().name
+    async with _channel(target) as channel:
+        if number % 3 == 1:
+            question = {"pool": "default", "least": 1, "most": 1e12, "nonce": "x", "signature": "é"}
+            answer = await channel.unary_unary(f"/{SHARES}/Ask")(json.dumps(question).encode())
+            return f"given {json.loads(answer)['given']:g}"
+        sent = [bytes([number % 256]) * 5000] if number % 3 else [_forged(number), _forged(number + 1)]
+        await channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(iter(sent))
     return "taken"
 
 
@@ -389,12 +493,12 @@ async def _forge(target: Target, number: int) -> str:
 _SIGNS = (":", "{", "}", "|", "\t", "%", "é", "\\", "'", '"', " ", "..", "/", "\u2028")
 
 
-async def _name(target: Target, number: int) -> str:
+def _name(number: int) -> bytes:
     dice = random.Random(number)
     name = "".join(dice.choice((*_SIGNS, "a", "llama", "8b")) for _ in range(dice.randint(1, 40)))
     workload = json.dumps({"workload_id": name, "criticality": dice.choice((1, 5, 9, -1, 1e9, "x"))})
     body = _ask(model=dice.choice((MODEL, name or "x")))
-    return await _status_of(target.envoy, _request("/v1/completions", body, ("x-workload-context", workload)))
+    return _request("/v1/completions", body, ("x-workload-context", workload))
 
 
 _STEERING = (
@@ -406,11 +510,11 @@ _STEERING = (
 )
 
 
-async def _steer(target: Target, number: int) -> str:
+def _steer(number: int) -> bytes:
     values = (HONEST, "gold", MODEL, "127.0.0.1:1", f"invented-{number}")
     headers = [(name, values[(number + place) % len(values)]) for place, name in enumerate(_STEERING)]
     headers.append(("x-llm-d-inference-ttl", ("1ms", "1e9", "-1", "NaN")[number % 4]))
-    return await _status_of(target.envoy, _request("/v1/completions", _ask(), *headers))
+    return _request("/v1/completions", _ask(), *headers)
 
 
 _PATHS = (
@@ -425,50 +529,112 @@ _PATHS = (
 )
 
 
-async def _path(target: Target, number: int) -> str:
+def _path(number: int) -> bytes:
     method, path = _PATHS[number % len(_PATHS)]
     key = (ATTACKER, "a-guessed-key")[number % 2]
-    return await _status_of(target.envoy, _request(path, b"{}", method=method, key=key))
+    return _request(path, b"{}", method=method, key=key)
 
 
-# The admin port
+# The admin port, the port of mode `http`, Redis
 
 _READS = (*("/metrics",) * 3, "/openapi.json", "/docs", "/healthz", "/api/v1/state", "/none")
+_HALVES = (
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
+    _request("/v1/completions", _ask())[:-10],
+    b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
+    b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # the answer has no end
+)
+
+
+def _half(number: int) -> bytes:
+    """A request that is never finished."""
+    return _HALVES[number % len(_HALVES)]
+
+
+def _reading(path: str, host: str = "localhost") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
 
 
 async def _read(target: Target, number: int) -> str:
-    path = _READS[number % len(_READS)]
     host = ("localhost", "rebound.example", "[")[number % 3]
-    request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-    async with _connected(_admin(target, number)) as (reader, writer):
-        writer.write(request)
+    async with _connected(target, "admin") as (reader, writer):
+        writer.write(_reading(_READS[number % len(_READS)], host))
         status = await _status(reader)
         while await reader.read(1 << 20):
             pass
         return status
 
 
+_CHECK = b"POST /check/v1/completions HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
+_CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+_FIELDS = b"x-field: " + b"x" * 1000 + b"\r\n"
+_CHECKS = (  # 100 MB/s each
+    (_CHECK % b"1.1", _FIELDS * 1000),  # headers
+    (_CHECK % b"1.1" + _CHUNKED + b"0\r\n", _FIELDS * 1000),  # trailers
+    (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of a chunk
+    (_CHECK % b"1.1" + b"x: ", b"x" * 1_000_000),  # one header
+    (_CHECK % b"2.0" + b"content-length: 2\r\n\r\n{}", b""),
+)
+
+_POOL = Keys.of("default").pool
+_FORBIDDEN = (
+    ("FUNCTION", "LOAD", "REPLACE", "#!lua name=picker\nredis.register_function('admit', function() end)"),
+    ("FUNCTION", "DELETE", "picker"),
+    ("FUNCTION", "FLUSH"),
+    ("FCALL", "admit", "1", _POOL),
+    ("DEL", _POOL),
+    ("PUBLISH", _POOL, "x"),
+    ("FLUSHALL",),
+    ("ACL", "SETUSER", "default", "off"),
+)
+
+
+async def _use_redis(target: Target, number: int) -> str:
+    """Try to change the Lua library or another pool, as a Redis user who may use one pool."""
+    async with _connected(target, "redis") as (reader, writer):
+        for words in (("AUTH", REDIS_USER, "x"), _FORBIDDEN[number % len(_FORBIDDEN)]):
+            writer.write("".join([f"*{len(words)}\r\n", *(f"${len(w)}\r\n{w}\r\n" for w in words)]).encode())
+        await reader.readline()
+        return "refused" if (await reader.readline()).startswith(b"-NOPERM") else "taken"
+
+
 ATTACKS = (
-    Attack("hostile bodies of 8 MiB", _body, 1.0),
-    Attack("large bodies that stop half-way", _stall, 2.0, at_once=12),
+    Attack("hostile bodies of 8 MiB", partial(_answered, _body), 1.0),
+    Attack("large bodies that stop half-way", partial(_answered, _half_body), 2.0, at_once=12),
     Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
-    Attack("half-sent requests at Envoy", partial(_half, _envoy), 2.0, at_once=300),
-    Attack("half-sent requests at the admin ports", partial(_half, _admin), 2.0, at_once=500),
+    Attack("half-sent requests at Envoy", partial(_send, "envoy", _half), 2.0, at_once=300),
+    Attack("half-sent requests at the admin ports", partial(_send, "admin", _half), 2.0, at_once=500),
     Attack("requests that are begun and reset", _reset, 0.0),
     Attack("clients that leave at once", _leave, 0.1, at_once=150),
-    Attack("half-sent streams at Envoy", _half_streams, 2.0, at_once=22),
+    Attack("half-sent streams at Envoy", partial(_send, "envoy", _half_streams), 2.0, at_once=22),
     Attack("answers that nobody reads", _unread, 0.0, at_once=12),
-    Attack("requests that Envoy cannot read", _unreadable, 0.1),
-    Attack("silent streams at the gRPC ports", _silent_streams, 5.0),
-    Attack("frames that carry nothing", _idle_frames, 0.5),
-    Attack("idle connections to the gRPC ports", _idle_connection, 2.0, at_once=500),
+    Attack("requests that Envoy cannot read", partial(_answered, _unreadable), 0.1),
+    Attack("silent streams at the gRPC ports", partial(_send, "grpc", _silent_streams), 5.0),
+    Attack("frames that carry nothing", partial(_flood, "grpc", _IDLE), 0.5),
+    Attack("blocked answers that changes of windows wake", _wake, 5.0, at_once=2),
+    Attack("connections that end with a thousand requests", partial(_abandon, 0.0), 0.07, at_once=4),
+    Attack("requests that are reset after 1.1 s", partial(_abandon, 1.1), 1.1, at_once=60),
+    Attack("idle connections to the gRPC ports", partial(_send, "grpc", lambda _: b""), 2.0, at_once=500),
     Attack("forged access logs, accounting tokens and shares", _forge, 0.1),
-    Attack("names with separators", _name, 0.2),
-    Attack("spoofed steering headers", _steer, 0.2),
-    Attack("paths that are not inference, guessed keys", _path, 0.1),
+    Attack("takeover of requests by their ids", _take_over, 0.5),
+    Attack(
+        "TLS handshakes without an end",
+        partial(_send, "tls", _handshake),
+        1.0,
+        at_once=500,
+        needs="tls",
+    ),
+    Attack("names with separators", partial(_answered, _name), 0.2),
+    Attack("spoofed steering headers", partial(_answered, _steer), 0.2),
+    Attack("paths that are not inference, guessed keys", partial(_answered, _path), 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
+    Attack("requests of any size at http.listen", partial(_flood, "http", _CHECKS), 0.5, needs="http"),
+    Attack("a Redis user of another pool", _use_redis, 0.2),
 )
 _LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop: stands for network latency
+_FLAT_OUT = 16  # loops of an attack that makes no pauses, if its own are fewer
+_CORES = 0.5  # most CPU of an attack that makes no pauses
 
 
 async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:
@@ -477,24 +643,43 @@ async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcom
         begun_s = clock()
         try:
             outcome = await attack.attempt(target, next(numbers))
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.InvalidStateError):
             outcome = ENDED
+        except grpc.aio.AioRpcError as refused:
+            outcome = refused.code().name
         except TimeoutError:
             outcome = "no answer"
         except asyncio.CancelledError:
             outcomes["under way"] += 1
             raise
         outcomes[outcome] += 1
-        await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
+        pause_s = max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock())
+        await asyncio.sleep(0 if target.flat_out else pause_s)
+
+
+async def _limit_cpu() -> None:
+    """Stop this process whenever it has used more than its share of a core."""
+    begun_s, used_s = time.monotonic(), time.process_time()
+    while True:
+        await asyncio.sleep(0.005)
+        over_s = (time.process_time() - used_s) / _CORES - (time.monotonic() - begun_s)
+        if over_s > 0.0:
+            time.sleep(over_s)  # noqa: ASYNC251 - stops all attacks
+        begun_s, used_s = time.monotonic(), time.process_time()
+
+
+def possible(target: Target, only: str) -> list[Attack]:
+    """The attacks on `target` whose names contain `only`."""
+    return [attack for attack in ATTACKS if only in attack.name and getattr(target, attack.needs)]
 
 
 async def _attack_until_eof(target: Target, only: str) -> None:
-    attacks = [attack for attack in ATTACKS if only in attack.name]
+    attacks = possible(target, only)
     outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in attacks}
-    attacking = []
+    attacking = [asyncio.create_task(_limit_cpu())] if target.flat_out else []
     for attack in attacks:
         numbers = itertools.count()
-        for _ in range(attack.at_once):
+        for _ in range(max(attack.at_once, _FLAT_OUT if target.flat_out else 0)):
             repeating = _repeat(attack, target, numbers, outcomes[attack.name])
             attacking.append(asyncio.create_task(repeating))
     print("attacking", flush=True)
@@ -507,5 +692,4 @@ async def _attack_until_eof(target: Target, only: str) -> None:
 
 
 if __name__ == "__main__":
-    envoy, grpc_ports, admin = json.loads(sys.argv[1])
-    asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin)), sys.argv[2]))
+    asyncio.run(_attack_until_eof(Target(**json.loads(sys.argv[1])), sys.argv[2]))

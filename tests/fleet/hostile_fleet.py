@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import hostile_attacks
 import hostile_servers
@@ -28,8 +29,10 @@ import psutil
 import yaml
 from crowd import http_client
 from edge_envoy import bootstrap, started
-from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
+from hostile_attacks import ATTACKER, HONEST, MODEL, REDIS_USER, TRAP, Target
 from model_servers import process_at, simulators
+from redis_servers import documented_user
+from tls_files import authority
 from whole_fleet import running
 
 from picker_fleet.domain.allowlist import FAIRNESS_ID
@@ -80,7 +83,7 @@ def _peak_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def _running_fleet(
-    replicas: int, servers: int, mode: Mode
+    replicas: int, servers: int, mode: Mode, flat_out: bool
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
     """Run the fleet within the `with` block. Yields attackers' addresses, and process ids by name."""
     async with contextlib.AsyncExitStack() as stack:
@@ -99,15 +102,29 @@ async def _running_fleet(
             for address in addresses
         ]
         config = {**_CONFIG, "discovery": {"static": endpoints}}
+        certificate = ""
+        if mode == "standard":
+            own = authority(folder, "picker")
+            config["extproc"] = {**config["extproc"], "tls": {"cert": str(own.cert), "key": str(own.key)}}
+            certificate = own.cert.read_text()
         options = ("--replicas", str(replicas), "--endpoints", "0", "--mode", mode)
         fleet = await stack.enter_async_context(running(folder, *options, config=config))
         plain = to_yaml(bootstrap(fleet, mode, config, max_heap_bytes=_HEAP_BYTES))
         envoy = stack.enter_context(started(_flow_by_api_key(folder / "keys.yaml", plain), folder / "edge"))
+        async with fleet.redis() as redis:
+            rules = documented_user("picker").replace("epp:*", "epp:{other}:*").split()
+            await redis.execute_command("ACL", "SETUSER", REDIS_USER, "on", "nopass", *rules)
         parts = fleet.state["replicas"]
+        grpc = tuple(part["grpc"] for part in parts)
         target = Target(
-            f"{LOOPBACK}:{envoy.port}",
-            tuple(part["grpc"] for part in parts),
-            tuple(part["admin"].removeprefix("http://") for part in parts),
+            envoy=(f"{LOOPBACK}:{envoy.port}",),
+            grpc=grpc,
+            admin=tuple(part["admin"].removeprefix("http://") for part in parts),
+            http=tuple(part["http"] for part in parts if mode == "http"),
+            tls=grpc if certificate else (),
+            certificate=certificate,
+            redis=(urlsplit(fleet.state["redis"]).netloc,),
+            flat_out=flat_out,
         )
         pids = {f"replica-{number}": int(part["pid"]) for number, part in enumerate(parts, 1)}
         pids |= {f"endpoint-{number}": each.pid for number, each in enumerate(honest.values(), 1)}
@@ -226,35 +243,21 @@ async def attack_fleet(
     hostile_s: float,
     mode: Mode,
     only: str = "",
+    each: bool = False,
+    flat_out: bool = False,
 ) -> HostileReport:
     """Send `per_s` honest requests a second by HTTP/1.1 and half of that by HTTP/2: `calm_s` seconds without
-    attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control."""
+    attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control. With
+    `each` these attacks follow one another. If `flat_out`, they use half a core, without pauses."""
     report = HostileReport()
-    async with _running_fleet(replicas, servers, mode) as (target, pids):
+    async with _running_fleet(replicas, servers, mode, flat_out) as (target, pids):
         before_s = _cpu_s(pids)
         await _calm(target, report.calm, per_s, calm_s)
         calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0
-        attackers = await asyncio.create_subprocess_exec(
-            *(sys.executable, hostile_attacks.__file__, json.dumps(target), only),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert attackers.stdout is not None
-        try:
-            async with asyncio.timeout(_RESTS_S):
-                assert await attackers.stdout.readline() == b"attacking\n"
-            everybody = {**pids, "attackers": attackers.pid}
-            before_s = _cpu_s(everybody)
-            async with _honest_clients(target.envoy, per_s, report.hostile):
-                await asyncio.sleep(hostile_s)
-                report.burnt = max((_cpu_s(everybody) - before_s) / hostile_s - calm_cores, 0.0)
-            async with asyncio.timeout(_RESTS_S):
-                said, _ = await attackers.communicate(b"")  # closes its stdin
-        finally:
-            if attackers.returncode is None:
-                attackers.kill()
-                await attackers.wait()
-        report.outcomes = {name: Counter(outcomes) for name, outcomes in json.loads(said).items()}
+        names = [attack.name for attack in hostile_attacks.possible(target, only)] if each else [only]
+        for name in names:
+            await _attack(name, target, pids, report, per_s, hostile_s)
+        report.burnt = max(report.burnt / hostile_s / len(names) - calm_cores, 0.0)
         report.left = await _left(target)
         report.peaks_mib = {name: _peak_bytes(pid) / MIB for name, pid in pids.items()}
         async with _burning(report.burnt if calm_s else 0.0):
@@ -262,9 +265,43 @@ async def attack_fleet(
     return report
 
 
+async def _attack(
+    only: str,
+    target: Target,
+    pids: Mapping[str, int],
+    report: HostileReport,
+    per_s: float,
+    lasts_s: float,
+) -> None:
+    """Attack for `lasts_s` while honest clients send requests. Adds the CPU seconds to `report.burnt`."""
+    attackers = await asyncio.create_subprocess_exec(
+        *(sys.executable, hostile_attacks.__file__, json.dumps(target._asdict()), only),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert attackers.stdout is not None
+    times = ClientTimes(report.hostile.first_s, report.hostile.last_s)
+    try:
+        async with asyncio.timeout(_RESTS_S):
+            assert await attackers.stdout.readline() == b"attacking\n"
+        everybody = {**pids, "attackers": attackers.pid}
+        before_s = _cpu_s(everybody)
+        async with _honest_clients(target.envoy[0], per_s, times):
+            await asyncio.sleep(lasts_s)
+            report.burnt += _cpu_s(everybody) - before_s
+        async with asyncio.timeout(_RESTS_S):
+            said, _ = await attackers.communicate(b"")  # closes its stdin
+    finally:
+        if attackers.returncode is None:
+            attackers.kill()
+            await attackers.wait()
+    report.hostile.failed += [f"{only}: {failed}" for failed in times.failed]
+    report.outcomes |= {name: Counter(outcomes) for name, outcomes in json.loads(said).items()}
+
+
 async def _calm(target: Target, times: ClientTimes, per_s: float, lasts_s: float) -> None:
     if lasts_s:
-        async with _honest_clients(target.envoy, per_s, times):
+        async with _honest_clients(target.envoy[0], per_s, times):
             await asyncio.sleep(lasts_s)
 
 

@@ -1,21 +1,14 @@
 """A real replica (`picker serve`) whose Redis user may not load the Lua library (docs/redis.md, ACL)."""
 
 import asyncio
-import re
 from pathlib import Path
 
 from extproc_client import parts
 from own_replica import Replica, served
-from redis_servers import LOOPBACK, Server, redis_server
+from redis_servers import LOOPBACK, Server, documented_user, redis_server
 from script_fleet import until
 
-import picker_fleet
 from picker_fleet.cli import main
-
-PAGE = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
-USERS = dict(
-    re.findall(r"^user (picker|loader) on >PASSWORD (resetkeys .*\+(?:fcall|function\|load).*)$", PAGE, re.M)
-)
 
 
 def url(server: Server, user: str) -> str:
@@ -41,9 +34,9 @@ async def degraded(replica: Replica) -> bool | None:
 async def test_a_replica_that_may_not_load_the_library_reports_it_and_serves_once_another_user_loads_it(
     tmp_path: Path,
 ) -> None:
-    users = [
-        word for name, rules in USERS.items() for word in ("--user", name, "on", ">secret", *rules.split())
-    ]
+    users: list[str] = []
+    for name in ("picker", "loader"):
+        users += ("--user", name, "on", ">secret", *documented_user(name).split())
     log = tmp_path / "log"
     with (
         redis_server(

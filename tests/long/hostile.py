@@ -1,4 +1,4 @@
-"""Runs every attack of docs/security.md at once, and checks that honest clients see no fault.
+"""Runs every attack of docs/security.md, and checks that honest clients see no fault.
 
 The fleet has three replicas, four simulators, two hostile model servers, Valkey, and an Envoy that sets flows
 by API key; attackers and honest clients share its machine (tests/fleet/hostile_fleet.py).
@@ -21,12 +21,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calm-minutes", type=float, default=2.0)
     parser.add_argument("--mode", choices=MODES, default="lean")
     parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose names contain TEXT")
+    parser.add_argument("--each", action="store_true", help="one attack after another, --minutes each")
+    parser.add_argument("--flat-out", action="store_true", help="as often as half a core allows")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    fleet = {"replicas": 3, "servers": 4, "per_s": 15.0, "mode": options.mode, "only": options.only}
-    report = asyncio.run(attack_fleet(**fleet, **times))
+    chosen = {name: getattr(options, name) for name in ("mode", "only", "each", "flat_out")}
+    report = asyncio.run(attack_fleet(replicas=3, servers=4, per_s=15.0, **chosen, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.control.last_s, 0.99)
     faults = report.faults()
     findings.check("only attackers get errors", not faults, "; ".join(faults[:10]))
