@@ -19,7 +19,7 @@
 --   | 'queued TTL_LEFT_MS'; either is followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, band-capacity, band-bytes, total-capacity, over-limit, over-burst; after the last two follow byte
---     31 and 'UNIT PER_MS PATH' of the tenant's limit
+--     31 and 'UNIT PER_MS PATH' of the tenant's limit, then byte 31 and the balances (quotas.balances)
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
 -- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream

@@ -286,7 +286,7 @@ do -- a chunk may have 200 locals
     local limits = tenants.charges(found, r)
     local suffices = suffice(limits.uncharged, r)
     local refusal = not suffices and exceed(found, r)
-    if refusal then return refusal end
+    if refusal then return refusal .. quotas.balances(found) end
     if r.demoted == 1 then limits, r.band = tenants.charges(found, r), BANDS[#BANDS] end
     r.tenancy, seen, nodes = settings.tenancy or 1, r, found
     if limits.arrive[1] or settings.log_max > 0 then charge(r, limits.arrive, 1, 'arrival') end
@@ -302,7 +302,7 @@ do -- a chunk may have 200 locals
 
   -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
   function quotas.reason(refusal)
-    local reason, limit = string.match(refusal, '^refused (%S+) %d+\31(.*)$')
+    local reason, limit = string.match(refusal, '^refused (%S+) %d+\31([^\31]*)')
     return reason .. ' ' .. limit
   end
 
@@ -423,27 +423,28 @@ do -- a chunk may have 200 locals
     return most, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
   end
 
-  -- The balances that an answer's headers show: for requests and for tokens the limit with the least fraction left, and
-  -- whether the request was demoted. A text that begins with byte 31; '' without limits.
+  -- The balances that an answer's headers show: of the nodes `found`, for requests and for tokens, the limit with the
+  -- least fraction left. A text that begins with byte 31; '' without limits.
+  function quotas.balances(found)
+    local lists = found.shown
+    if not (lists and lists[1]) then return '' end
+    local limit, left, reset_ms = least_left(lists[1])
+    if not lists[2] then return string.format(limit.shown_as, left, reset_ms) end
+    local other, other_left, other_reset_ms = least_left(lists[2])
+    local format = limit.shown_with[other]
+    if not format then
+      format = limit.shown_as .. ';' .. string.sub(other.shown_as, 2)
+      limit.shown_with[other] = format
+    end
+    return string.format(format, left, reset_ms, other_left, other_reset_ms)
+  end
+
+  -- The balances of request r's nodes, and whether r was demoted.
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
-    local found, text = nodes_of(r), ''
+    local found = nodes_of(r)
     if not found then r.tenancy = 0 end -- no limit can charge a placed request: its record needs no estimate
-    local lists = found and found.shown
-    if lists and lists[1] then
-      local limit, left, reset_ms = least_left(lists[1])
-      if lists[2] then
-        local other, other_left, other_reset_ms = least_left(lists[2])
-        local format = limit.shown_with[other]
-        if not format then
-          format = limit.shown_as .. ';' .. string.sub(other.shown_as, 2)
-          limit.shown_with[other] = format
-        end
-        text = string.format(format, left, reset_ms, other_left, other_reset_ms)
-      else
-        text = string.format(limit.shown_as, left, reset_ms)
-      end
-    end
+    local text = found and quotas.balances(found) or ''
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
     return text
   end

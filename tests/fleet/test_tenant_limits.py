@@ -58,6 +58,7 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
                 # One request of the daily limit comes back in 4.8 hours.
                 assert 0.9 < int(each.headers["retry-after"]) / (86_400 / SERVED) <= 1
                 assert each.headers["x-should-retry"] == "false"
+                assert each.headers["x-ratelimit-remaining-requests"] == "0"
             by_header = await client.post(CHAT, json=ASK, headers={"x-tenant": "acme"})
             assert by_header.status_code == 429
 
@@ -71,6 +72,7 @@ async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any,
             assert messages[0].headers["anthropic-ratelimit-requests-remaining"] == str(SERVED - 1)
             reset = datetime.fromisoformat(messages[0].headers["anthropic-ratelimit-requests-reset"])
             assert timedelta(hours=4) < reset - datetime.now(UTC) < timedelta(hours=5)
+            assert messages[-1].headers["anthropic-ratelimit-requests-remaining"] == "0"
             error = messages[-1].json()
             assert (error["type"], error["error"]["type"]) == ("error", "rate_limit_error")
 

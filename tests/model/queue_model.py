@@ -367,7 +367,8 @@ class QueueModel(PoolModel):
             reason = "over-burst" if lack.over_burst else "over-limit"
             wait_s = max(1, math.ceil(lack.wait_ms / 1000 - 1e-6)) if lack.wait_ms < math.inf else 1
             self._log("refused", r.id)
-            return f"refused {reason} {0 if lack.over_burst else wait_s}\x1f{lack}"
+            shown = "\x1f" + shown if (shown := self.quotas.shown(r.flow)) else ""
+            return f"refused {reason} {0 if lack.over_burst else wait_s}\x1f{lack}{shown}"
         if self.quotas.is_demoted(r.id):
             r.priority = min(self.queue.bands)
         return None

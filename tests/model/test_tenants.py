@@ -69,15 +69,20 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
         return {key.partition("\x1f")[0]: each[0] for key, each in balances.items() if "tokens" in key}
 
     assert taken() == {"a": 45, "a/used": 15, "a/failed": 15, "a/paid": 15}
-    assert pool.admit(arrival.format(name="more")) == ["refused over-limit 1\x1fparallel 0 a"]
+    assert pool.admit(arrival.format(name="more")) == [
+        "refused over-limit 1\x1fparallel 0 a\x1ftokens=60,15,45000"
+    ]
     use(pool, "used", (20, 10, 8))
     use(pool, "used", (20, 10, 8))  # a repeated end
     use(pool, "failed", (), "upstream_failed")
     assert taken() == {"a": 43, "a/used": 28, "a/failed": 0, "a/paid": 15}
     use(pool, "paid", (30, 0, 0), "upstream_failed")  # the client gets the usage of a failed answer, too
     assert taken() == {"a": 58, "a/used": 28, "a/failed": 0, "a/paid": 30}
-    assert pool.admit(arrival.format(name="more")) == ["refused over-limit 13\x1ftokens 60000 a"]
-    assert pool.admit("huge flow=a/huge prompt_tokens=61") == ["refused over-burst 0\x1ftokens 60000 a"]
+    left = "\x1ftokens=60,2,58000"
+    assert pool.admit(arrival.format(name="more")) == [f"refused over-limit 13\x1ftokens 60000 a{left}"]
+    assert pool.admit("huge flow=a/huge prompt_tokens=61") == [
+        f"refused over-burst 0\x1ftokens 60000 a{left}"
+    ]
     spent = {key: values[1] for key, values in pool.model.quotas.balances.items() if "budget" in key}
     assert spent["a\x1fbudget:month"] == 20 + 3 * 8 + 30
     pool.passes(13_000)

@@ -240,12 +240,17 @@ class Quotas:
     # What replies tell
 
     def quota(self, request_id: str) -> str:
-        """The balances that an answer shows (lua/lib/quotas.lua), for requests and for tokens: the limit with
-        the least fraction left, assuming that all replicas have as much left as this one."""
-        charge, worst = self.charges.get(request_id), dict[str, tuple[float, Limit]]()
+        """The balances that the answer to a request shows, and whether the request was demoted."""
+        charge = self.charges.get(request_id)
         if charge is None:
             return ""
-        for node in self._nodes(charge.flow):
+        return ";".join(filter(None, (self.shown(charge.flow), "demoted=1" if charge.demoted else "")))
+
+    def shown(self, flow: str) -> str:
+        """The balances that answers show (lua/lib/quotas.lua), for requests and for tokens: the limit with
+        the least fraction left, assuming that all replicas have as much left as this one."""
+        worst = dict[str, tuple[float, Limit]]()
+        for node in self._nodes(flow):
             for limit in node.limits:
                 kind = _kind(limit)
                 share = self._left(limit) / limit.burst
@@ -256,8 +261,6 @@ class Quotas:
             left = self._left(limit)
             reset_ms = math.ceil((limit.burst - left) / limit.rate - RESIDUE)
             parts.append(f"{kind}={int(limit.whole)},{int(max(left * self._live + RESIDUE, 0.0))},{reset_ms}")
-        if charge.demoted:
-            parts.append("demoted=1")
         return ";".join(parts)
 
     def take_over(self, flow: str, quota: str, at_ms: float) -> None:

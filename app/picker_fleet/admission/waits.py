@@ -74,10 +74,11 @@ def refusal(
     match verdict:
         case Placed() | Queued() | Verdict.GRANTED | Verdict.GONE | Verdict.UNKNOWN_POOL:
             return None
-        case Refused(Refusal.OVER_LIMIT, refused_s, limit):
-            return OverLimit(_over_limit(limit, max(refused_s, 1), tenants), retry_after_s=max(refused_s, 1))
-        case Refused(Refusal.OVER_BURST, _, limit):
-            return OverBurst(_over_burst(limit, request, tenants))
+        case Refused(Refusal.OVER_LIMIT, refused_s, limit, quota):
+            refused_s = max(refused_s, 1)
+            return OverLimit(_over_limit(limit, refused_s, tenants), retry_after_s=refused_s, quota=quota)
+        case Refused(Refusal.OVER_BURST, _, limit, quota):
+            return OverBurst(_over_burst(limit, request, tenants), quota=quota)
         case Refused(reason, refused_s):
             error, message = REFUSALS[reason]
             return error(message, retry_after_s=refused_s)

@@ -24,6 +24,7 @@ from picker_fleet.domain.errors import (
     BadRequest,
     ClientGone,
     OverBurst,
+    OverLimit,
     RequestError,
     RequestIdTaken,
     ShuttingDown,
@@ -533,7 +534,10 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
         headers[DROPPED_REASON] = error.reason
     if isinstance(error, OverBurst) or (error.retry_after_s or 0) > _LONGEST_RETRY_S:
         headers[SHOULD_RETRY] = "false"
-    if _ANTHROPIC_PATH.match(path):
+    is_anthropic = _ANTHROPIC_PATH.match(path) is not None
+    if isinstance(error, OverLimit):
+        headers |= quota_headers(error.quota, is_anthropic=is_anthropic, now_s=time.time())
+    if is_anthropic:
         kind = _ANTHROPIC_KINDS.get(status, error.kind)
         text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}
     else:

@@ -33,11 +33,13 @@ class Queued:
 
 @dataclass(slots=True)
 class Refused:
-    """The field `limit` is `UNIT PER_MS PATH` if a tenant's limit refuses the request (lua/admit.lua)."""
+    """If a tenant's limit refuses the request, `limit` is `UNIT PER_MS PATH` (lua/admit.lua), and `quota` as
+    in `Placed`."""
 
     reason: Refusal
     retry_after_s: int
     limit: str = ""
+    quota: str = ""
 
 
 class Verdict(enum.Enum):

@@ -82,7 +82,8 @@ def parse_verdict(reply: str) -> AnyVerdict:
     if what == "refused":
         reason, _, seconds = detail.partition(" ")
         seconds, _, limit = seconds.partition(BETWEEN)
-        return Refused(Refusal(reason), int(seconds), limit)
+        limit, _, quota = limit.partition(BETWEEN)
+        return Refused(Refusal(reason), int(seconds), limit, quota)
     return Verdict(what)
 
 
