@@ -767,6 +767,23 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
         assert await modest.data(1) == ASK
 
 
+async def test_connections_start_their_requests_in_turn() -> None:
+    order: list[int] = []
+
+    async def handler(stream: Any) -> bytes | None:
+        order.append(stream.id)
+        return await echo(stream)
+
+    limits = Limits(step_starts=1)
+    async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
+        await greedy.ping()
+        await modest.ping()
+        await greedy.send(*(greedy.request(stream) for stream in range(1, 801, 2)))
+        await modest.send(modest.request(1001))
+        assert await modest.served() == 1001
+        assert order.index(1001) < 300
+
+
 async def test_streams_that_send_no_first_message_are_limited_in_number_and_time() -> None:
     limits = Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
     async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:

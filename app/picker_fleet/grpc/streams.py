@@ -453,7 +453,8 @@ class Peers:
         self._silent: OrderedDict[GrpcStream, None] = (
             OrderedDict()
         )  # streams with no first message, oldest first
-        self._starting: OrderedDict[GrpcStream, None] = OrderedDict()
+        # Streams whose handlers are to start, by connection; connections take turns.
+        self._starting: OrderedDict[Link, OrderedDict[GrpcStream, None]] = OrderedDict()
         self._unread: deque[Link] = deque()  # connections with frames to read in a later step
         self._refilling = False
         self._unused: OrderedDict[Link, None] = OrderedDict()
@@ -531,7 +532,7 @@ class Peers:
         """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
         if stream in self._silent:
             self._leave_silent(stream)
-            self._starting[stream] = None
+            self._starting.setdefault(stream.connection, OrderedDict())[stream] = None
 
     def end(self, stream: GrpcStream) -> None:
         """Stop counting a stream that has ended, and cancel the stream's handler if that still runs."""
@@ -543,8 +544,10 @@ class Peers:
             task.add_done_callback(self.cancelled.discard)
         elif stream in self._silent:
             self._leave_silent(stream)
-        else:
-            self._starting.pop(stream, None)
+        elif streams := self._starting.get(stream.connection):
+            streams.pop(stream, None)
+            if not streams:
+                del self._starting[stream.connection]
 
     def _leave_silent(self, stream: GrpcStream) -> None:
         del self._silent[stream]
@@ -553,7 +556,10 @@ class Peers:
     def start(self) -> None:
         """Start queued handlers, as many as the step's budget allows."""
         while self._starting and self._starts_left > 0:
-            stream, _ = self._starting.popitem(last=False)
+            connection, streams = self._starting.popitem(last=False)
+            stream, _ = streams.popitem(last=False)
+            if streams:
+                self._starting[connection] = streams
             self._starts_left -= 1
             stream.task = self._loop.create_task(stream.serve())
         limits = self.limits
