@@ -25,6 +25,7 @@ from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import Outcome
 from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.ingress.context import MAX_UPLOADS, STALLED_S, ExchangeContext, UploadDeadlines
+from picker_fleet.ingress.ext_proc import server
 from picker_fleet.ingress.ext_proc.codec import WHOLE_BYTES
 from picker_fleet.ingress.ext_proc.exchange import ExchangeService
 from picker_fleet.ingress.ext_proc.server import SERVICE, Server
@@ -276,6 +277,18 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
     # The connection still serves other streams: the refused body does not take the flow-control window.
     [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
     assert parts([answer]) == ["request_headers"]
+
+
+async def test_streams_that_never_end_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_ENDLESS", 2)
+    async with replica() as fleet:
+        watches = [fleet.watch("") for _ in range(2)]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+        assert await fleet.watch("").code() is grpc.StatusCode.UNAVAILABLE
+        assert await fleet.health("") == SERVING
+        watches[0].cancel()
+        await until(lambda: fleet.server.streams_by_peer().total() < 2)
+        assert (await fleet.watch("").read()).status == SERVING
 
 
 async def test_health_of_an_unknown_service_is_not_found_by_a_check_or_a_watch(fleet: Replica) -> None:

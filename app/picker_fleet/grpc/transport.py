@@ -112,7 +112,7 @@ class Streaming:
     """A handler that writes all its answers to the stream, and returns none to be sent last. grpcio registers
     such a handler as a stream-stream method, and any other handler as a stream-unary method."""
 
-    def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
+    def __init__(self, handler: Callable[[Stream], Awaitable[object]]) -> None:
         self._handler = handler
 
     async def __call__(self, stream: Stream) -> bytes | None:

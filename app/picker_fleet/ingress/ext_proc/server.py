@@ -13,7 +13,16 @@ from picker_fleet.domain.budgets import POOL_HEADER, BodyBudget, ByPool
 from picker_fleet.domain.sections import ExtProc
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.native import NativeTransport
-from picker_fleet.grpc.transport import ByMetadata, GrpcioTransport, Handler, Health
+from picker_fleet.grpc.transport import (
+    ByMetadata,
+    GrpcioTransport,
+    Handler,
+    Health,
+    RpcError,
+    Status,
+    Stream,
+    Streaming,
+)
 from picker_fleet.ingress.ext_proc.exchange import ExchangeService
 
 Transport = NativeTransport | GrpcioTransport
@@ -26,6 +35,7 @@ _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # bytes for headers and framing around the largest body
+_MOST_ENDLESS = 2048  # streams of a method that never end by themselves: watches, access logs, EDS
 _FLUSH_S = 1.0  # seconds to send answers before cutting access-log and EDS streams, which never end
 _STOP_S = 0.25
 
@@ -58,9 +68,11 @@ class Server:
         def transport(pool: str) -> Transport:
             handlers: dict[str, Handler | ByMetadata] = {
                 PROCESS: _by_pool(processes.where(pool)),
-                **self._health.handlers(),
+                **{path: _bounded(each) for path, each in self._health.handlers().items()},
                 **{
-                    path: _by_pool(each.where(pool)) if isinstance(each, ByPool) else each
+                    path: _by_pool(each.where(pool).each(_bounded))
+                    if isinstance(each, ByPool)
+                    else _bounded(each)
                     for path, each in services.items()
                 },
             }
@@ -132,6 +144,23 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._open_requests.none()
+
+
+def _bounded(handler: Handler) -> Handler:
+    """A handler that refuses streams beyond `_MOST_ENDLESS`: other streams need places, too."""
+    open_streams = 0
+
+    async def handle(stream: Stream) -> bytes | None:
+        nonlocal open_streams
+        if open_streams >= _MOST_ENDLESS:
+            raise RpcError(Status.UNAVAILABLE, f"more than {_MOST_ENDLESS} streams of this method")
+        open_streams += 1
+        try:
+            return await handler(stream)
+        finally:
+            open_streams -= 1
+
+    return Streaming(handle) if isinstance(handler, Streaming) else handle
 
 
 def _by_pool(handlers: ByPool[Handler]) -> ByMetadata:
