@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 # Envoy and the picker add these headers to requests or to answers. `host` differs in its port.
 _ADDED = {
     "host", "connection", "x-envoy-external-address", "x-request-id", "x-forwarded-proto", "x-forwarded-for",
-    "x-envoy-expected-rq-timeout-ms",
+    "x-envoy-expected-rq-timeout-ms", "x-picker-client-protocol",
     "x-envoy-attempt-count", "x-gateway-destination-endpoint", "x-picker-client-request-id",
 }  # fmt: skip
 _ADDED_TO_ANSWERS = {
