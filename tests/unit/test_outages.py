@@ -733,6 +733,7 @@ async def test_after_a_pause_a_replica_uses_its_budget_only_if_no_peer_has_used_
     options = {"wait_s": 0.0, "clock": lambda: loop.time() + skipped_s[0]}
     short = {"leases": {"inflight": "2s", "access_log_interval": "1s"}}
     a, b = Bench(config=short, peer_client=peers, **options), Bench(replica="b", **options)
+    b.tell_peers(["b:1"])
     peers.gate = b.gate
     if peer != "used Redis until now":
         a.lose_redis()

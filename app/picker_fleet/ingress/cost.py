@@ -61,19 +61,6 @@ _JSON_TEXTS = (msgspec.Raw, memoryview)  # Python builds a new union object each
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
-def is_one_text(members: Members) -> bool:
-    """Whether `members` certainly ask for one answer to one prompt, which is text or chat messages."""
-    if not SEVERAL.isdisjoint(members):
-        return False
-    for name in PROMPTS:
-        value = members.get(name)
-        if value is None or type(value) is str:
-            continue
-        if type(value) is not list or not value or type(value[0]) is not dict:
-            return False
-    return True
-
-
 def sequences(members: Members) -> int:
     """The number of sequences that an engine runs: prompts times answers per prompt, from 1 to 1 000 000."""
     prompts = 1
@@ -112,7 +99,7 @@ def tokens(
     """Estimate a request's tokens.
 
     `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
-    `is_one` is the result of `is_one_text`: such a body has neither token ids nor sections.
+    `is_one`: the body has one prompt, which is text or chat messages, and no sections.
     `line` is the line of the request's model. `count` is the number of sequences; `most` bounds the tokens of
     prompt plus answer in each; `default` is the assumed length of each of several answers of unknown length.
     """

@@ -437,7 +437,7 @@ class Intake:
         if usage will not show its tokens; the tokens of prompt and of answer, 0 without tenants; the number
         of media that others may encode."""
         members = ask.members
-        is_one = cost.is_one_text(members)
+        is_one = _is_one_text(members)
         count = 1 if is_one else cost.sequences(members)
         encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
         if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
@@ -522,6 +522,19 @@ def _path_of(values: tuple[bytes | None, ...], names: tuple[str, ...], separator
     if fault:
         raise BadRequest(f"the tenant in {', '.join(names)} {fault}")
     return path
+
+
+def _is_one_text(members: cost.Members) -> bool:
+    """Whether `members` certainly ask for one answer to one prompt, which is text or chat messages."""
+    if not cost.SEVERAL.isdisjoint(members):
+        return False
+    for name in cost.PROMPTS:
+        value = members.get(name)
+        if value is None or type(value) is str:
+            continue
+        if type(value) is not list or not value or type(value[0]) is not dict:
+            return False
+    return True
 
 
 def _ranks(entries: Iterable[Model | Objective], bands: Bands) -> dict[str, tuple[Band, float]]:
