@@ -160,7 +160,7 @@ async def test_route_and_metrics_streams_reconnect_after_redis_vanished(between:
     links: list[float] = []
     following = readings.follow(lambda sender, *_: sender or links.append(clock()), check_s=SHORT_S)
     async with background(routes.run(), following):
-        await routes._caught_up.wait()
+        await routes.caught_up.wait()
         await until(lambda: links)
         # The server vanishes, and both streams open new connections.
         made = between.connections

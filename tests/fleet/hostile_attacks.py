@@ -231,17 +231,6 @@ async def _claim(target: Target, number: int) -> str:
             return "left"
 
 
-# Attacks by requests that are never finished
-
-_HALVES = (
-    b"",
-    b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
-    _request("/v1/completions", _ask())[:-10],
-    b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
-    b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # the answer has no end
-)
-
-
 # Attacks over HTTP/2, frame by frame
 
 

@@ -80,7 +80,7 @@ async def test_a_scorer_added_live_uses_the_routes_of_all_replicas(valkey_url: s
         assert (await controls.change(change)).changes == change
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # Without a restart, the other replica knows the routes of the first replica.
-        await asyncio.gather(a.routes._caught_up.wait(), b.routes._caught_up.wait())
+        await asyncio.gather(a.routes.caught_up.wait(), b.routes.caught_up.wait())
         placement = await a.admission.admit(prompted("r2"), stream_owned=False)
 
         has_it = f"{placement.endpoints[0]}=0.9000,"

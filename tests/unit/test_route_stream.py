@@ -78,7 +78,7 @@ async def following(*replicas: Replica, caught_up: bool = True) -> AsyncIterator
 async def wait_caught_up(*replicas: Replica) -> None:
     async with asyncio.timeout(20):
         for replica in replicas:
-            await replica.routes._caught_up.wait()
+            await replica.routes.caught_up.wait()
 
 
 def prompt(name: str, blocks: int = 4) -> tuple[bytes, ...]:

@@ -264,26 +264,32 @@ def test_a_request_that_expires_names_the_nodes_for_whose_limits_it_may_have_wai
     assert told == {"acme/x": f"{waited}, for its turn or for a limit of acme or acme/x", "b": waited}
 
 
-@cases("reason, limit, told", {
-    "tokens": ("LIMIT", "tokens 60000 acme", "acme: 1000 tokens per 1m; retry in 12 s"),
-    "a pattern's": ("LIMIT", "requests 1000 acme/a b", "acme/a b: 7 requests per 1s; retry in 12 s"),
-    "parallel": ("LIMIT", "parallel 0 acme", "acme: 4 requests at once; retry in 12 s"),
-    "budget": ("LIMIT", "budget day acme", "acme: 20.5 units a day; retry in 12 s"),
-    "changed meanwhile": ("LIMIT", "tokens 1000 b", "b: its limit of tokens is used up; retry in 12 s"),
-    "all tokens": ("BURST", "tokens 60000 acme", "about 1300 tokens; acme allows 1000 at once"),
-    "burst": ("BURST", "prompt_tokens 3600000 acme", "about 800 prompt tokens; acme allows 50 at once"),
-    "large": ("BURST", "budget day acme", "more than the budget of acme, which allows 20.5 at once"),
-    "unknown": ("BURST", "tokens 1000 b", "about 1300 tokens; b has a lower limit"),
-    "mean": ("BURST", "answer_tokens 1 b", "more than the answer tokens of b, which has a lower limit"),
+@cases("limit, told", {
+    "tokens": ("tokens 60000 acme", "acme: 1000 tokens per 1m; retry in 12 s"),
+    "a pattern's": ("requests 1000 acme/a b", "acme/a b: 7 requests per 1s; retry in 12 s"),
+    "parallel": ("parallel 0 acme", "acme: 4 requests at once; retry in 12 s"),
+    "budget": ("budget day acme", "acme: 20.5 units a day; retry in 12 s"),
+    "changed meanwhile": ("tokens 1000 b", "b: its limit of tokens is used up; retry in 12 s"),
 })  # fmt: skip
-def test_a_refusal_names_node_and_limit_and_the_wait_or_need(reason: str, limit: str, told: str) -> None:
+def test_a_refusal_over_a_limit_names_node_and_limit_and_the_wait(limit: str, told: str) -> None:
+    error = refusal(Refused(Refusal.OVER_LIMIT, 12, limit), asked(), 1, NODES)
+    assert type(error) is OverLimit
+    assert (str(error), error.retry_after_s, error.reason) == (told, 12, "over-limit")
+
+
+@cases("limit, told", {
+    "tokens": ("tokens 60000 acme", "about 1300 tokens; acme allows 1000 at once"),
+    "burst": ("prompt_tokens 3600000 acme", "about 800 prompt tokens; acme allows 50 at once"),
+    "budget": ("budget day acme", "more than the budget of acme, which allows 20.5 at once"),
+    "unknown": ("tokens 1000 b", "about 1300 tokens; b has a lower limit"),
+    "mean": ("answer_tokens 1 b", "more than the answer tokens of b, which has a lower limit"),
+})  # fmt: skip
+def test_a_refusal_of_a_request_above_a_burst_names_the_needed_burst(limit: str, told: str) -> None:
     learn = limit.startswith("answer")
     request = asked()._replace(prompt_tokens=799.5, answer_tokens=500, learn=learn)
-    error = refusal(Refused(Refusal[f"OVER_{reason}"], 12, limit), request, 1, NODES)
-    assert isinstance(error, {"LIMIT": OverLimit, "BURST": OverBurst}[reason])
-    assert str(error) == (told if reason == "LIMIT" else f"the request needs {told}")
-    assert error.reason == f"over-{reason.lower()}"
-    assert reason == "BURST" or error.retry_after_s == 12
+    error = refusal(Refused(Refusal.OVER_BURST, 0, limit), request, 1, NODES)
+    assert type(error) is OverBurst
+    assert (str(error), error.reason) == (f"the request needs {told}", "over-burst")
 
 
 @cases("status, prompt, answer, cached, usage, size", {

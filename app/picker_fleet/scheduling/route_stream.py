@@ -186,7 +186,7 @@ class RouteStream:
         self._pending = asyncio.Event()
         self._last_id = ""  # id of the last entry read
         self._resumed = False  # whether the next read can continue after `_last_id`
-        self._caught_up = asyncio.Event()
+        self.caught_up = asyncio.Event()
 
     def share(self) -> None:
         """Let `run` share routes between replicas, because a scorer needs the routes of all."""
@@ -292,11 +292,11 @@ class RouteStream:
 
     async def _read(self, client: CommandClient) -> None:
         # During the catch-up do not block for new entries: an empty reply ends the catch-up.
-        block = ("BLOCK", _BLOCK_MS) if self._caught_up.is_set() else ()
+        block = ("BLOCK", _BLOCK_MS) if self.caught_up.is_set() else ()
         command = ("XREAD", "COUNT", _READ_ENTRIES, *block, "STREAMS", self._stream, self._last_id)
         (found,) = await client.execute([command])
         if not found:
-            self._caught_up.set()
+            self.caught_up.set()
             return
         for entry_id, flat in (entry for _, entries in found for entry in entries):
             self._last_id = entry_id.decode()
@@ -307,7 +307,7 @@ class RouteStream:
             except ValueError as error:
                 _log.warning("entry %s of the routes cannot be read: %s", self._last_id, error)
                 continue
-            if not self._caught_up.is_set():  # placements of the past are no longer pending
+            if not self.caught_up.is_set():  # placements of the past are no longer pending
                 records = [record for record in records if not isinstance(record, PlacementRecord)]
             self._apply(record for record in records if not own or isinstance(record, Ending))
             await asyncio.sleep(0)  # let other tasks run: an entry may hold thousands of hashes
