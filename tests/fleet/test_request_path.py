@@ -23,7 +23,7 @@ PACKAGE = Path(picker_fleet.__file__).parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## The path of one request"
 REQUESTS = 5  # a file is on the path if it runs in each of these requests
-MOST_FILES = {"app/": 16, "lua/": 8}
+MOST_FILES = {"app/": 17, "lua/": 8}
 TRACED = "traced-lua-files"
 _FUNCTION = re.compile(r"(\bfunction\b(?! builtins)[^\n(]*\([^)\n]*\))$", re.MULTILINE)
 

@@ -749,7 +749,7 @@ async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_does_not_en
 
 async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests() -> None:
     handler = Held()
-    limits = Limits(step_frames=10, step_starts=3)
+    limits = Limits(step_work=64, strangers_work=10**6)
     async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
         steps: list[int] = []
 
@@ -762,26 +762,61 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
         await modest.send(modest.request(1))
         look()
         await until(lambda: handler.waiting == 101)
-        assert max(after - before for before, after in itertools.pairwise(steps)) <= 3
+        assert max(after - before for before, after in itertools.pairwise(steps)) <= 4
         handler.release.set()
         assert await modest.data(1) == ASK
 
 
-async def test_connections_start_their_requests_in_turn() -> None:
+@pytest.mark.parametrize("is_trusted", [False, True])
+async def test_a_connection_with_few_requests_goes_before_one_with_many(is_trusted: bool) -> None:
     order: list[int] = []
 
     async def handler(stream: Any) -> bytes | None:
         order.append(stream.id)
         return await echo(stream)
 
-    limits = Limits(step_starts=1)
+    limits = Limits(step_work=64, trusted_s=60.0 if is_trusted else 0.0)
     async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
-        await greedy.ping()
-        await modest.ping()
-        await greedy.send(*(greedy.request(stream) for stream in range(1, 801, 2)))
+        for peer in (greedy, modest):
+            await peer.send(peer.request(1))
+            await peer.data(1)
+        await greedy.send(*(greedy.request(stream) for stream in range(3, 803, 2)))
         await modest.send(modest.request(1001))
         assert await modest.served() == 1001
-        assert order.index(1001) < 300
+        assert order.index(1001) < 50
+
+
+async def test_a_flood_of_strangers_waits_while_connections_that_were_answered_are_served() -> None:
+    limits = Limits(strangers_work=1)
+    async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as stranger:
+        await gateway.send(gateway.request(1))
+        assert await gateway.data(1) == ASK
+        await stranger.send(*(stranger.headers(stream) for stream in range(1, 2001, 2)))
+        for stream in range(3, 103, 2):
+            await gateway.send(gateway.request(stream))
+            assert await gateway.data(stream) == ASK
+        assert 0 < server.transport.peers.count < 100
+
+
+async def test_only_connections_that_were_answered_may_use_the_last_quarter_of_the_streams() -> None:
+    handler = Held()
+    handler.release.set()
+    async with (
+        serving(handler, limits=Limits(streams=8)) as server,
+        server.peer() as gateway, server.peer() as one, server.peer() as two, server.peer() as three,
+    ):  # fmt: skip
+        await gateway.send(gateway.request(1))
+        await gateway.answer(1)
+        handler.release.clear()
+        await one.send(*(one.request(stream) for stream in (1, 3, 5, 7)))
+        await until(lambda: handler.waiting == 5)
+        await two.send(two.request(1), two.request(3))
+        await until(lambda: handler.waiting == 7)
+        await three.send(three.request(1))
+        assert await three.reset() == (1, frames.REFUSED_STREAM)
+        await gateway.send(gateway.request(3))
+        await until(lambda: handler.waiting == 8)
+        handler.release.set()
 
 
 async def test_streams_that_send_no_first_message_are_limited_in_number_and_time() -> None:
@@ -800,19 +835,23 @@ async def test_streams_that_send_no_first_message_are_limited_in_number_and_time
 
 async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports_the_limit() -> None:
     handler = Held()
+    handler.release.set()
     async with (
         serving(handler, limits=Limits(streams=9)) as server,
-        server.peer() as greedy, server.peer() as other,
+        server.peer() as greedy, server.peer() as other, server.peer() as third,
     ):  # fmt: skip
-        await greedy.send(*(greedy.request(stream) for stream in range(1, 19, 2)))
-        assert await greedy.reset() == (13, frames.REFUSED_STREAM)
-        await other.send(*(other.request(stream) for stream in (1, 3)))
-        await until(lambda: handler.waiting == 8)
+        for peer in (greedy, other, third):
+            await peer.send(peer.request(1))
+            await peer.answer(1)
+        handler.release.clear()
+        await greedy.send(*(greedy.request(stream) for stream in range(3, 21, 2)))
+        assert await greedy.reset() == (15, frames.REFUSED_STREAM)
+        await other.send(*(other.request(stream) for stream in (3, 5)))
+        await until(lambda: handler.waiting == 3 + 8)
         assert server.transport.full == ""
-        async with server.peer() as third:
-            await third.send(third.request(1))
-            await until(lambda: handler.waiting == 9)
-            assert server.transport.full == "all 9 streams are taken"
+        await third.send(third.request(3))
+        await until(lambda: handler.waiting == 3 + 9)
+        assert server.transport.full == "all 9 streams are taken"
         handler.release.set()
 
 

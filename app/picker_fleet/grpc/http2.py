@@ -16,6 +16,7 @@ from the peer itself: a peer that sends too many loses its connection (docs/secu
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -24,6 +25,7 @@ from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Peers
+from picker_fleet.grpc.turns import Line
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
 _BLOCK_BYTES: Final = 32 * 1024  # maximum bytes of one request's headers, encoded
@@ -36,8 +38,12 @@ _RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
 _PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
 _BYTES_SENT: Final = 1024  # sending this many bytes allows the peer one more frame
 _PER_S: Final = 50  # frames allowed for each second of the connection's age
-_DECODE_COST: Final = 32  # decoding uncached headers counts as this many frames of `Limits.step_frames`
-_DECODE_BYTES: Final = 16  # this many encoded header bytes count as one more frame
+# Units of work (turns.py); reading a frame is one.
+_STREAM_WORK: Final = 3  # of a new stream
+_START_WORK: Final = 16  # of starting a handler, and of what it does
+_RESET_WORK: Final = 10  # of cancelling a handler
+_DECODE_WORK: Final = 32  # of decoding uncached headers, and one more for each `_DECODE_BYTES` encoded bytes
+_DECODE_BYTES: Final = 16
 # Bytes of the frames that all have one size.
 _SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
 _OF_CONNECTION: Final = (frames.SETTINGS, frames.PING, frames.GOAWAY)
@@ -66,11 +72,16 @@ class Connection(asyncio.Protocol):
         # Streams whose handlers wait for the connection's window, in order of waiting.
         self.blocked: OrderedDict[int, GrpcStream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this flag
+        self.starting: OrderedDict[int, GrpcStream] = OrderedDict()
+        self.answered_s = -math.inf
+        self.line: Line | None = None
+        self.tag, self.queued = 0.0, False
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
-        self._waiting = False  # whether a later step reads the frames in `_tail`
-        self._tail = b""
+        self._work_left = 0  # of this connection's turn
+        self._paused_reading = False
+        self._tail = b""  # data that arrived and is not yet read
         self._streams: dict[int, GrpcStream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
@@ -95,6 +106,11 @@ class Connection(asyncio.Protocol):
         """The peer's address ('' if unknown) and its number of open streams."""
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(peer[0]) if isinstance(peer, tuple) else "", len(self._streams)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether a handler has answered the peer lately: its messages make sense."""
+        return self.loop.time() - self.answered_s < self._limits.trusted_s
 
     # Called by asyncio.
 
@@ -136,56 +152,63 @@ class Connection(asyncio.Protocol):
         self.received = True
         if self._closed:
             return
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        if self._waiting:  # data that was in transit when reading was paused
-            self._tail = data
-            return
-        self._read(data)
-        self.peers.start()
+        self._tail += data
+        self.peers.turns.ask(self)
+        if self.queued and not (self._paused_reading or self._closed):
+            self._paused_reading = True
+            self._transport.pause_reading()
 
-    def read_on(self) -> None:
-        """Read the frames that an earlier event-loop step left unread."""
-        self._waiting = False
-        if self._closed:
-            return
-        data, self._tail = self._tail, b""
-        self._read(data)
-        if not (self._waiting or self._closed):
+    def work(self, most: int) -> tuple[int, bool]:
+        """Read the frames that have arrived and start handlers of their streams, as far as `most` allows."""
+        self._work_left = most
+        self._start_handlers(most // 2)  # of earlier turns: a flood of frames does not keep them waiting
+        is_unread = not self._closed and self._read()
+        if not is_unread:
+            self._start_handlers(0)
+        has_more = is_unread or bool(self.starting)
+        if self._paused_reading and not (has_more or self._closed):
+            self._paused_reading = False
             self._transport.resume_reading()
+        return most - self._work_left, has_more
 
-    def _read(self, data: bytes) -> None:
-        """Read the frames of `data`, as many as the step's budget allows."""
+    def _start_handlers(self, kept: int) -> None:
+        """Start handlers until only `kept` units of the turn's work are left."""
+        while self.starting and self._work_left > kept:
+            self._work_left -= _START_WORK
+            _, stream = self.starting.popitem(last=False)
+            stream.task = self.loop.create_task(stream.serve())
+
+    def _read(self) -> bool:
+        """Read frames of `_tail` until the turn's work is done. Returns whether there may be more frames."""
+        data, at, is_unread = self._tail, 0, False
         try:
-            at = 0
             if not self._settled:
                 if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
                     raise ConnectionFault(frames.PROTOCOL_ERROR, "this is not HTTP/2")
                 if len(data) < len(frames.PREFACE) + frames.HEADER_BYTES:
-                    self._tail = data
-                    return
+                    return False
                 at = len(frames.PREFACE)
                 if data[at + 3] != frames.SETTINGS or data[at + 4] & frames.ACK:
                     raise ConnectionFault(frames.PROTOCOL_ERROR, "settings come first")
                 self._settled = True
-            self._tail = data[self._read_frames(data, at) :]
+            at, is_unread = self._read_frames(data, at)
+            self._tail = data[at:]
         except ConnectionFault as fault:
             self.close(fault.code, str(fault))
         except Exception:
             _log.exception("a connection failed")
             self.close(frames.INTERNAL_ERROR, "the server failed on this connection; its log says why")
+        return is_unread
 
-    def _read_frames(self, data: bytes, at: int) -> int:
-        """Read the frames of `data` from `at` on. Returns where the unread rest of `data` begins."""
-        peers, end, arrived = self.peers, len(data), 0
+    def _read_frames(self, data: bytes, at: int) -> tuple[int, bool]:
+        """Read the frames of `data` from `at` on. Returns where the unread rest of `data` begins, and whether
+        the turn ended before it."""
+        end, arrived, is_unread = len(data), 0, False
         while end - at >= frames.HEADER_BYTES:
-            if peers.frames_left <= 0:
-                self._waiting = True
-                self._transport.pause_reading()
-                peers.wait(self)
+            if self._work_left <= 0:
+                is_unread = True
                 break
-            peers.frames_left -= 1
+            self._work_left -= 1
             high, low, kind, flags, stream_id = frames.HEADER.unpack_from(data, at)
             size = high << 16 | low
             if size > frames.FRAME_BYTES:
@@ -203,7 +226,7 @@ class Connection(asyncio.Protocol):
         if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
             self._open_window(self._arrived_bytes)
             self._arrived_bytes = 0
-        return at
+        return at, is_unread
 
     def _open_window(self, more: int) -> None:
         """Open the connection's receive window by `more` bytes."""
@@ -299,7 +322,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
-        self.peers.end(stream)
+        self.peers.end(stream, at_once=not self._closed)
         stream.drop()
         if not (self._streams or self._closed):
             self.peers.idle(self)
@@ -431,7 +454,7 @@ class Connection(asyncio.Protocol):
         if (
             stream_id <= self._refuse_after
             # One connection may take at most two thirds of all streams.
-            and len(self._streams) < 2 * (self._limits.streams - peers.count)
+            and len(self._streams) < 2 * peers.room(self)
             and self.silent < self._limits.silent_here
         ):
             stream = found(self, stream_id)
@@ -441,12 +464,13 @@ class Connection(asyncio.Protocol):
         if not self._streams:
             peers.busy(self)
         self._streams[stream_id] = stream
+        self._work_left -= _STREAM_WORK
         peers.begin(stream)
         if flags & frames.END_STREAM and not stream.end_remote():
             self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _read_block(self, block: bytes) -> Open | bytes:
-        self.peers.frames_left -= _DECODE_COST + len(block) // _DECODE_BYTES
+        self._work_left -= _DECODE_WORK + len(block) // _DECODE_BYTES
         if resizes_table(block):
             self._count_idle(_RESIZE_COST)
         try:
@@ -477,6 +501,7 @@ class Connection(asyncio.Protocol):
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(frames.PROTOCOL_ERROR, "a reset of a stream that is not open")
         if stream_id in self._streams:
+            self._work_left -= _RESET_WORK
             self._cancel(stream_id)
         else:
             self._count_idle(1)
@@ -528,7 +553,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
         if window != self.initial_send_window:
             self._count_idle(len(self._streams))
-            self.peers.frames_left -= len(self._streams)
+            self._work_left -= len(self._streams)
             more, self.initial_send_window = window - self.initial_send_window, window
             for stream in self._streams.values():
                 stream.send_window += more

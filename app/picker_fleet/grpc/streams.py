@@ -15,6 +15,7 @@ from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import frame, start_of_frame
 from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.transport import Handler, Limits, Relay, RpcError, Status
+from picker_fleet.grpc.turns import Turns
 
 WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
 FREE_BYTES = 4096  # unread bytes per stream that are not charged to the budget: about the stream's own size
@@ -42,11 +43,17 @@ class Link(Protocol):
     peers: "Peers"
     loop: asyncio.AbstractEventLoop
     silent: int  # open streams without a first message
+    # Streams with a first message, whose handlers are to start, in order of arrival.
+    starting: "OrderedDict[int, GrpcStream]"
+    answered_s: float  # loop time at which a handler last answered the peer
     send_window: int
     initial_send_window: int  # of new streams
     paused: bool  # whether the peer has stopped reading
     # Streams whose handlers wait for the connection's window, in order of waiting.
     blocked: "OrderedDict[int, GrpcStream]"
+
+    @property
+    def trusted(self) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -55,8 +62,6 @@ class Link(Protocol):
     def finished(self, stream: "GrpcStream") -> None: ...
 
     def reset(self, stream_id: int, code: int) -> None: ...
-
-    def read_on(self) -> None: ...
 
     def abort(self) -> None: ...
 
@@ -200,6 +205,7 @@ class GrpcStream:
         """Send the frames `data`, preceded by the response's headers if these have not been sent."""
         if not self._started:
             self._started = True
+            self.connection.answered_s = self.connection.loop.time()
             data = b"".join((_OK, self._sid, OK_BLOCK, data))
         self.connection.write(data)
 
@@ -433,11 +439,10 @@ def open_stream(
 
 class Peers:
     """All `connections`, the `count` of open streams, the `cancelled` handlers that have not ended yet, and
-    the work budget of one event-loop step.
+    the `turns` of the connections.
 
-    A handler starts once its stream's first message has arrived and all data read with that message has been
-    parsed, if the step's budget allows. A request that is reset before its handler starts costs neither a
-    task nor a Redis call. Frames beyond a step's budget wait for the frames of other connections.
+    A handler starts once its stream's first message has arrived, in its connection's turn. A request that is
+    reset in the same turn costs neither a task nor a Redis call.
 
     At the limit, a new connection replaces a connection without an open stream: the oldest that never had a
     stream, or else the connection idle for longest.
@@ -448,15 +453,11 @@ class Peers:
         self.connections: set[Link] = set()
         self.count = 0
         self.cancelled: set[asyncio.Task[None]] = set()
-        self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
+        self.turns = Turns(limits.step_work, limits.strangers_work)
         self._loop = asyncio.get_running_loop()
         self._silent: OrderedDict[GrpcStream, None] = (
             OrderedDict()
         )  # streams with no first message, oldest first
-        # Streams whose handlers are to start, by connection; connections take turns.
-        self._starting: OrderedDict[Link, OrderedDict[GrpcStream, None]] = OrderedDict()
-        self._unread: deque[Link] = deque()  # connections with frames to read in a later step
-        self._refilling = False
         self._unused: OrderedDict[Link, None] = OrderedDict()
         self._idle: OrderedDict[Link, None] = OrderedDict()
         self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
@@ -519,6 +520,12 @@ class Peers:
 
     # Streams.
 
+    def room(self, connection: Link) -> int:
+        """The number of streams that `connection` may open before the limit over all connections; the last
+        quarter is for trusted ones."""
+        kept = 0 if connection.trusted else self.limits.streams // 4
+        return self.limits.streams - self.count - kept
+
     def begin(self, stream: GrpcStream) -> None:
         """Count a new stream without a first message; if too many such streams wait, refuse the oldest."""
         self.count += 1
@@ -529,57 +536,28 @@ class Peers:
             oldest.connection.reset(oldest.id, frames.REFUSED_STREAM)
 
     def heard(self, stream: GrpcStream) -> None:
-        """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
+        """Let a stream's handler start: the first message or the end of the stream has arrived."""
         if stream in self._silent:
             self._leave_silent(stream)
-            self._starting.setdefault(stream.connection, OrderedDict())[stream] = None
+            stream.connection.starting[stream.id] = stream
 
-    def end(self, stream: GrpcStream) -> None:
-        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs."""
+    def end(self, stream: GrpcStream, at_once: bool) -> None:
+        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs, or soon
+        if not `at_once`."""
         self.count -= 1
         if stream.task is not None:
             task, stream.task = stream.task, None
-            task.cancel()
             self.cancelled.add(task)
             task.add_done_callback(self.cancelled.discard)
+            if at_once:
+                task.cancel()
+            else:
+                self.turns.cancel(task)
         elif stream in self._silent:
             self._leave_silent(stream)
-        elif streams := self._starting.get(stream.connection):
-            streams.pop(stream, None)
-            if not streams:
-                del self._starting[stream.connection]
+        else:
+            stream.connection.starting.pop(stream.id, None)
 
     def _leave_silent(self, stream: GrpcStream) -> None:
         del self._silent[stream]
         stream.connection.silent -= 1
-
-    def start(self) -> None:
-        """Start queued handlers, as many as the step's budget allows."""
-        while self._starting and self._starts_left > 0:
-            connection, streams = self._starting.popitem(last=False)
-            stream, _ = streams.popitem(last=False)
-            if streams:
-                self._starting[connection] = streams
-            self._starts_left -= 1
-            stream.task = self._loop.create_task(stream.serve())
-        limits = self.limits
-        if not self._refilling and (
-            2 * self.frames_left < limits.step_frames or 2 * self._starts_left < limits.step_starts
-        ):
-            self._refilling = True
-            self._loop.call_soon(self._refill)
-
-    def wait(self, connection: Link) -> None:
-        """Queue `connection`: a later step reads its remaining frames."""
-        self._unread.append(connection)
-
-    def _refill(self) -> None:
-        """Renew the work budget for a new event-loop step, and continue with queued frames and handlers."""
-        self._refilling = False
-        self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
-        self.start()
-        for _ in range(len(self._unread)):
-            if self.frames_left <= 0:
-                break
-            self._unread.popleft().read_on()
-        self.start()

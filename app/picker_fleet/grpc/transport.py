@@ -57,7 +57,9 @@ class Limits:
     A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
     wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
 
-    One step of the event loop reads at most `step_frames` frames and starts at most `step_starts` handlers.
+    One step of the event loop does `step_work` units of work for all connections (`turns.py`). A connection
+    is trusted for `trusted_s` after a handler has answered it; all others together get `strangers_work` units
+    a second.
     """
 
     streams: int = 20_000
@@ -70,8 +72,9 @@ class Limits:
     silence_s: float = 20.0
     answer_s: float = 10.0
     pause_s: float = 1.0
-    step_frames: int = 512
-    step_starts: int = 32
+    step_work: int = 256
+    strangers_work: int = 40_000
+    trusted_s: float = 60.0
 
 
 class RpcError(Exception):

@@ -1,0 +1,129 @@
+"""Divides the event loop's time among connections, by start-time fair queueing (Goyal, Vin and Cheng, 1996).
+
+A step of the loop does a limited amount of work, in units of about 5 µs. Connections with work wait in the
+order of their tags: the virtual time at which each has used its share. So a connection with little work goes
+first, however much work the others have.
+
+Trusted connections go before strangers, and strangers together get a limited part of the loop's time: a flood
+of theirs takes no CPU from the gateway, which may share the machine.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from typing import Any, Final, Protocol
+
+_TURNS_A_STEP: Final = 4  # a connection's turn is at most this part of a step
+_CANCEL_WORK: Final = 10  # units of work that a cancelled task causes
+_TICK_S: Final = 0.005  # seconds until strangers that have used their part of the time may work again
+
+
+class Line:
+    """Connections that wait for a turn, and their virtual time: the tag of the one that had the last turn."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waiting: list[tuple[float, int, Worker]] = []
+
+
+class Worker(Protocol):
+    """A connection, for `Turns`; only `Turns` writes `tag`, `line` and `queued`."""
+
+    tag: float  # virtual time
+    line: Line | None  # to which `tag` belongs
+    queued: bool
+
+    @property
+    def trusted(self) -> bool: ...
+
+    def work(self, most: int) -> tuple[int, bool]:
+        """Do about `most` units of work. Returns the number of units done, and whether work is left."""
+
+
+class Turns:
+    """Gives connections turns to work: at most about `step_work` units of work in one step of the event loop,
+    and `strangers_work` units a second for all strangers."""
+
+    def __init__(self, step_work: int, strangers_work: int) -> None:
+        self._step_work = self._left = step_work
+        self._strangers_work, self._strangers_left = strangers_work, float(step_work)
+        self._trusted, self._strangers = Line(), Line()
+        self._numbers = itertools.count()  # workers with equal tags take turns in order of arrival
+        self._cancelled: deque[asyncio.Task[Any]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._renewed_s = self._loop.time()
+        self._renewing = self._ticking = False
+
+    def ask(self, worker: Worker) -> None:
+        """Let a connection with new work do it: now, or in a later step, after the connections before it."""
+        if worker.queued:
+            return
+        line = self._trusted if worker.trusted else self._strangers
+        if worker.line is not line:
+            worker.line, worker.tag = line, line.now
+        tag = max(worker.tag, line.now)
+        if self._may_work(line) and not (line.waiting and line.waiting[0][0] < tag):
+            self._turn(line, worker, tag)
+        else:
+            self._wait(line, worker, tag)
+
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task in this step, or in a later one if this step has no work left."""
+        if self._left > 0 and not self._cancelled:
+            self._left -= _CANCEL_WORK
+            task.cancel()
+        else:
+            self._cancelled.append(task)
+        self._renew_soon()
+
+    def _may_work(self, line: Line) -> bool:
+        return self._left > 0 and (line is self._trusted or self._strangers_left > 0)
+
+    def _turn(self, line: Line, worker: Worker, tag: float) -> None:
+        line.now = tag
+        done, has_more = worker.work(min(self._left, self._step_work // _TURNS_A_STEP))
+        self._left -= done
+        if line is self._strangers:
+            self._strangers_left -= done
+        worker.tag = tag + done
+        if has_more:
+            self._wait(line, worker, worker.tag)
+        elif 2 * self._left < self._step_work:
+            self._renew_soon()
+
+    def _wait(self, line: Line, worker: Worker, tag: float) -> None:
+        worker.queued = True
+        heapq.heappush(line.waiting, (tag, next(self._numbers), worker))
+        if not self._ticking or line is self._trusted:
+            self._renew_soon()
+
+    def _renew_soon(self) -> None:
+        if not self._renewing:
+            self._renewing = True
+            self._loop.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        """Begin a step: continue with work that earlier steps have left."""
+        self._renewing = False
+        now_s = self._loop.time()
+        more = (now_s - self._renewed_s) * self._strangers_work
+        self._strangers_left = min(self._strangers_left + more, float(self._step_work))
+        self._renewed_s, self._left = now_s, self._step_work
+        while self._cancelled and 2 * self._left > self._step_work:
+            self._left -= _CANCEL_WORK
+            self._cancelled.popleft().cancel()
+        for line in (self._trusted, self._strangers):
+            while line.waiting and self._may_work(line):
+                tag, _, worker = heapq.heappop(line.waiting)
+                worker.queued = False
+                self._turn(line, worker, tag)
+        if self._cancelled or self._trusted.waiting or (self._strangers.waiting and self._strangers_left > 0):
+            self._renew_soon()
+        elif self._strangers.waiting and not self._ticking:
+            self._ticking = True
+            self._loop.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._renew_soon()
