@@ -749,7 +749,7 @@ async def test_a_flood_of_abandoned_requests_starts_few_handlers_and_does_not_en
 
 async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests() -> None:
     handler = Held()
-    limits = Limits(step_work=64, strangers_work=10**6)
+    limits = Limits(step_work=48, strangers_work=10**6)
     async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
         steps: list[int] = []
 
@@ -762,7 +762,7 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
         await modest.send(modest.request(1))
         look()
         await until(lambda: handler.waiting == 101)
-        assert max(after - before for before, after in itertools.pairwise(steps)) <= 4
+        assert max(after - before for before, after in itertools.pairwise(steps)) <= 3
         handler.release.set()
         assert await modest.data(1) == ASK
 

@@ -59,14 +59,11 @@ class Turns:
         """Let a connection with new work do it: now, or in a later step, after the connections before it."""
         if worker.queued:
             return
-        line = self._trusted if worker.trusted else self._strangers
-        if worker.line is not line:
-            worker.line, worker.tag = line, line.now
-        tag = max(worker.tag, line.now)
+        line, tag = self._place(worker)
         if self._may_work(line) and not (line.waiting and line.waiting[0][0] < tag):
             self._turn(line, worker, tag)
         else:
-            self._wait(line, worker, tag)
+            self._wait(line, tag, worker)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel a task in this step, or in a later one if this step has no work left."""
@@ -76,6 +73,13 @@ class Turns:
         else:
             self._cancelled.append(task)
         self._renew_soon()
+
+    def _place(self, worker: Worker) -> tuple[Line, float]:
+        """The line of a connection, which changes with its trust, and its tag there."""
+        line = self._trusted if worker.trusted else self._strangers
+        if worker.line is not line:
+            worker.line, worker.tag = line, line.now
+        return line, max(worker.tag, line.now)
 
     def _may_work(self, line: Line) -> bool:
         return self._left > 0 and (line is self._trusted or self._strangers_left > 0)
@@ -88,11 +92,11 @@ class Turns:
             self._strangers_left -= done
         worker.tag = tag + done
         if has_more:
-            self._wait(line, worker, worker.tag)
+            self._wait(*self._place(worker), worker)
         elif 2 * self._left < self._step_work:
             self._renew_soon()
 
-    def _wait(self, line: Line, worker: Worker, tag: float) -> None:
+    def _wait(self, line: Line, tag: float, worker: Worker) -> None:
         worker.queued = True
         heapq.heappush(line.waiting, (tag, next(self._numbers), worker))
         if not self._ticking or line is self._trusted:
