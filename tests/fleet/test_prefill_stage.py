@@ -26,6 +26,7 @@ CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 8},
 }
 CLIENTS = 8
+HOST = "127.0.0.57"  # its own, so that no other test takes the port of a killed server
 
 
 class Servers:
@@ -101,7 +102,7 @@ class Servers:
             ):
                 for _ in range(2):
                     own = await stack.enter_async_context(contextlib.AsyncExitStack())
-                    address = await own.enter_async_context(listening(serve))
+                    address = await own.enter_async_context(listening(serve, HOST))
                     servers._stacks[address] = own
                     listed.append(address)
             yield servers
