@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from background import until
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import KnownOrigins, ScriptedGate, serving_on
@@ -14,6 +15,7 @@ from tables import cases
 
 from picker_fleet.domain.allowlist import SERVED as SERVED_KEY
 from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
+from picker_fleet.grpc.native import NativeTransport
 from picker_fleet.ingress.ext_proc import accesslog
 from picker_fleet.ingress.ext_proc.accesslog import Account
 from picker_fleet.state import accounting_token
@@ -64,6 +66,25 @@ def full() -> Entry:
     common.time_to_first_downstream_tx_byte.FromMilliseconds(250)
     common.time_to_last_downstream_tx_byte.FromMilliseconds(3500)
     return message
+
+
+async def test_a_peer_is_trusted_once_an_entry_has_a_token_that_the_fleet_signed() -> None:
+    metrics = Metrics()
+    handlers = accesslog.handlers([Account(ScriptedGate(), metrics, KEYS, KnownOrigins())])
+    transport = NativeTransport(handlers, {}, 2**20)
+    address = f"127.0.0.1:{await transport.start('127.0.0.1:0')}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_unary(METHOD)(timeout=10)
+        forged = bare()
+        describe(forged, {"picker": {"token": accounting_token.signed(FIELDS, "req-1", Keyring())}})
+        await call.write(batch(forged).SerializeToString())
+        await until(lambda: b'{kind="ignored"} 1.0' in page_of(metrics))
+        (connection,) = transport.peers.connections
+        assert not connection.trusted
+        await call.write(batch(entry()).SerializeToString())
+        await until(lambda: connection.trusted)
+        call.cancel()
+    await transport.stop(None)
 
 
 def test_the_serving_endpoint_is_read_from_the_configured_metadata_namespace() -> None:

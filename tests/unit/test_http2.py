@@ -798,6 +798,20 @@ async def test_a_flood_of_strangers_waits_while_connections_that_were_answered_a
         assert 0 < server.transport.peers.count < 100
 
 
+async def test_strangers_lose_their_connection_if_too_much_of_their_data_waits_unread() -> None:
+    limits = Limits(strangers_work=1, unread_bytes=64 * 1024)
+    async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as first:
+        await gateway.send(gateway.request(1))
+        assert await gateway.data(1) == ASK
+        peers = server.transport.peers
+        async with server.peer() as second:
+            for stranger in (first, second):
+                await stranger.send(*(stranger.headers(stream) for stream in range(1, 6001, 2)))
+            await until(lambda: len(peers.connections) == 2)
+        await gateway.send(gateway.request(3))
+        assert await gateway.data(3) == ASK
+
+
 async def test_only_connections_that_were_answered_may_use_the_last_quarter_of_the_streams() -> None:
     handler = Held()
     handler.release.set()

@@ -5,9 +5,9 @@ in a task of its own. Frames are parsed and written in the event loop's thread, 
 stream's handler in the same step and no message is copied between threads.
 
 Input is untrusted. Malformed input ends its stream with a reset, or the connection with a GOAWAY. Memory is
-bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together, and
-each stream charges data that its handler has not read to a byte budget. A stream's window reopens only after
-its handler has read every complete message.
+bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together and the
+data that waits for their turns, and each stream charges data that its handler has not read to a byte budget.
+A stream's window reopens only after its handler has read every complete message.
 
 A gateway's connection carries many clients, so one client's resets, many streams or half-sent requests do not
 end the connection; `Peers` bounds the work of all connections instead. Frames without effect, though, come
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self.blocked: OrderedDict[int, GrpcStream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this flag
         self.starting: OrderedDict[int, GrpcStream] = OrderedDict()
-        self.answered_s = -math.inf
+        self.trusted_since_s = -math.inf
         self.line: Line | None = None
         self.tag, self.queued = 0.0, False
         self._transport: Any = None
@@ -109,8 +109,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def trusted(self) -> bool:
-        """Whether a handler has answered the peer lately: its messages make sense."""
-        return self.loop.time() - self.answered_s < self._limits.trusted_s
+        """Whether a handler has answered or trusted the peer lately: its messages make sense."""
+        return self.loop.time() - self.trusted_since_s < self._limits.trusted_s
 
     # Called by asyncio.
 
@@ -157,6 +157,7 @@ class Connection(asyncio.Protocol):
         if self.queued and not (self._paused_reading or self._closed):
             self._paused_reading = True
             self._transport.pause_reading()
+            self.peers.unread(self, len(self._tail))
 
     def work(self, most: int) -> tuple[int, bool]:
         """Read the frames that have arrived and start handlers of their streams, as far as `most` allows."""
@@ -169,6 +170,7 @@ class Connection(asyncio.Protocol):
         if self._paused_reading and not (has_more or self._closed):
             self._paused_reading = False
             self._transport.resume_reading()
+            self.peers.unread(self, 0)
         return most - self._work_left, has_more
 
     def _start_handlers(self, kept: int) -> None:

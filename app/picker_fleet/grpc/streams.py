@@ -45,7 +45,7 @@ class Link(Protocol):
     silent: int  # open streams without a first message
     # Streams with a first message, whose handlers are to start, in order of arrival.
     starting: "OrderedDict[int, GrpcStream]"
-    answered_s: float  # loop time at which a handler last answered the peer
+    trusted_since_s: float  # loop time at which a handler last answered or trusted the peer
     send_window: int
     initial_send_window: int  # of new streams
     paused: bool  # whether the peer has stopped reading
@@ -154,6 +154,9 @@ class GrpcStream:
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(error)
 
+    def trust(self) -> None:
+        self.connection.trusted_since_s = self.connection.loop.time()
+
     async def relay(self, answer: Relay) -> bytes | None:
         """Works like `Stream.relay`, without waking a task for each message. Raises the errors of `read`,
         and any error of `answer`."""
@@ -205,7 +208,7 @@ class GrpcStream:
         """Send the frames `data`, preceded by the response's headers if these have not been sent."""
         if not self._started:
             self._started = True
-            self.connection.answered_s = self.connection.loop.time()
+            self.trust()
             data = b"".join((_OK, self._sid, OK_BLOCK, data))
         self.connection.write(data)
 
@@ -461,6 +464,8 @@ class Peers:
         self._unused: OrderedDict[Link, None] = OrderedDict()
         self._idle: OrderedDict[Link, None] = OrderedDict()
         self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
+        self._unread: dict[Link, int] = {}  # bytes that wait for each connection's turn
+        self._unread_bytes = 0  # of all connections
 
     @property
     def full(self) -> str:
@@ -487,6 +492,7 @@ class Peers:
 
     def closed(self, connection: Link) -> None:
         self.connections.discard(connection)
+        self.unread(connection, 0)
         for some in (self._unused, self._idle, self._stuck):
             some.pop(connection, None)
 
@@ -499,6 +505,17 @@ class Peers:
         """Mark `connection` as idle, since its last stream has ended."""
         if connection in self.connections:
             self._idle[connection] = None
+
+    def unread(self, connection: Link, size: int) -> None:
+        """Record that `size` bytes wait for the connection's turn. If too many bytes of all connections wait,
+        cut the connection with the most, of a stranger if there is one."""
+        self._unread_bytes += size - self._unread.pop(connection, 0)
+        if size:
+            self._unread[connection] = size
+        while self._unread_bytes > self.limits.unread_bytes:
+            largest = max(self._unread, key=lambda each: (not each.trusted, self._unread[each]))
+            self._unread_bytes -= self._unread.pop(largest)
+            largest.abort()
 
     def stuck(self, connection: Link) -> None:
         """Record a peer that reads nothing; if there are too many, cut the connection stuck for longest."""

@@ -51,15 +51,16 @@ class Limits:
 
     All `connections` together may have `streams` open streams. At most `silent` open streams, and
     `silent_here` of one connection, may lack a first message, each for `silent_s`; further streams are
-    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read. A connection may
-    send `idle_frames` frames without effect, and more as it ages, opens streams and receives data.
+    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read, and `unread_bytes`
+    of all peers' data for their connections' turns. A connection may send `idle_frames` frames without
+    effect, and more as it ages, opens streams and receives data.
 
     A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
     wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
 
     One step of the event loop does `step_work` units of work for all connections (`turns.py`). A connection
-    is trusted for `trusted_s` after a handler has answered it; all others together get `strangers_work` units
-    a second.
+    is trusted for `trusted_s` after a handler has answered it or called `Stream.trust`; all others together
+    get `strangers_work` units a second.
     """
 
     streams: int = 20_000
@@ -68,6 +69,7 @@ class Limits:
     silent_here: int = 1024
     silent_s: float = 10.0
     unsent_replies: int = 10_000
+    unread_bytes: int = 64 * 1024 * 1024
     idle_frames: int = 2000
     silence_s: float = 20.0
     answer_s: float = 10.0
@@ -97,6 +99,9 @@ class Stream(Protocol):
 
     def interrupt(self, error: Exception) -> None:
         """Let a pending `read` raise `error`; no effect if no `read` is pending."""
+
+    def trust(self) -> None:
+        """Report that the peer has sent what only a gateway can know; no effect with grpcio."""
 
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client's flow control allows no message."""
@@ -197,6 +202,9 @@ class _GrpcioStream:
             self._interrupted = None
             reading.cancel()
         return None if message is grpc.aio.EOF else message
+
+    def trust(self) -> None:
+        pass
 
     def interrupt(self, error: Exception) -> None:
         if self._interrupted is not None and not self._interrupted.done():

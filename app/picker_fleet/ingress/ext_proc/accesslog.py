@@ -12,7 +12,8 @@ service.
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from envoy.data.accesslog.v3 import accesslog_pb2
@@ -114,23 +115,28 @@ class Collector:
 
     async def collect(self, stream: Stream) -> bytes:
         """Handle the messages of one stream until the stream ends."""
-        await stream.relay(self.on_message)
+        await stream.relay(partial(self.on_message, trust=stream.trust))
         return b""  # StreamAccessLogsResponse has no fields
 
-    def on_message(self, data: bytes) -> tuple[Sequence[bytes], bool]:
+    def on_message(
+        self, data: bytes, trust: Callable[[], object] = lambda: None
+    ) -> tuple[Sequence[bytes], bool]:
         """Handle one StreamAccessLogsMessage, which has no answer. A malformed message is dropped, so that
-        the stream continues. If this replica is cut off, the stream ends: Envoy opens another elsewhere."""
+        the stream continues. If this replica is cut off, the stream ends: Envoy opens another elsewhere.
+        Calls `trust` if the fleet signed the token of an entry, which only a gateway knows."""
         try:
             message = als_pb2.StreamAccessLogsMessage.FromString(data)
         except DecodeError:
             _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
         else:
-            self.take(message.http_logs.log_entry)
+            if self.take(message.http_logs.log_entry):
+                trust()
         return (), all(account.gate.is_cut_off for account in self._accounts)
 
-    def take(self, entries: Iterable[Any]) -> None:
-        """Report the HTTPAccessLogEntry messages `entries`, in order, each to its request's pool."""
-        accounts = self._accounts
+    def take(self, entries: Iterable[Any]) -> bool:
+        """Report the HTTPAccessLogEntry messages `entries`, in order, each to its request's pool. Returns
+        whether an entry had a token that the fleet signed."""
+        accounts, is_signed = self._accounts, False
         for entry in entries:
             try:
                 item = read(entry, self._namespace)
@@ -156,6 +162,7 @@ class Collector:
                         each.gate.suspect(item.id)
                 account.metrics.access_log("ignored")
                 continue
+            is_signed = True
             if has_state(entry.request.path) and not isinstance(item, Fault):
                 account.origins.note(_ids(entry), item.served)
             if accounting_token.is_read(item.accounting_token):
@@ -171,6 +178,7 @@ class Collector:
                 if item.is_prefilled:
                     account.gate.prefilled(item.id)
                 account.metrics.access_log("alive")
+        return is_signed
 
     def _owner(self, token: str, request_id: str) -> tuple[Account, str]:
         """The account of the pool that signed the accounting token, and the fault of that token ('' if
