@@ -4,9 +4,12 @@ Mode `lean` decides as `standard` and ends requests as `http`. A lease lasts 15 
 is caused by the disconnect, not by the lease's end.
 """
 
+import asyncio
+import contextlib
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from fleet_load import Caller, at_rest, decisions
 from whole_fleet import suspended
@@ -14,13 +17,15 @@ from whole_fleet import suspended
 SOON_S = 10.0
 PLACED_AND_CANCELLED = ["bypassed", "cancelled"]
 TRIES = 30
+REPLICAS = 3
+STOPPED_S = 4.5  # Envoy sends a ping within 2 s, and waits 5 s for its answer
 CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}}
 
 
 @pytest.fixture(params=["standard", "http"], scope="module")
 def slow(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """A fleet with one endpoint that takes one request at a time and streams slowly."""
-    options = ("--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")
+    options = ("--replicas", str(REPLICAS), "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")
     return shared_fleet("--mode", request.param, *options, config=CONFIG)
 
 
@@ -81,3 +86,27 @@ async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
     if "picker-http.upstream_rq_total" in found:
         cluster, reset = "picker-http", "cx_destroy_local_with_active_rq"
     return int(found[f"{cluster}.upstream_rq_total"]), int(found[f"{cluster}.upstream_{reset}"])
+
+
+async def test_envoy_keeps_its_streams_to_replicas_that_do_not_run_for_some_seconds(slow: Any) -> None:
+    running = await streaming(slow)
+    waiting = await Caller.ask(slow.url, tokens=1)
+    await slow.until_state(queued=1)
+    with contextlib.ExitStack() as stack:
+        for index in range(REPLICAS):
+            stack.enter_context(suspended(slow.replica(index)))
+        await asyncio.sleep(STOPPED_S)  # the stop itself is the test's case
+    await running.leave()
+    assert b"200 OK" in await waiting.first_bytes()
+    await waiting.leave()
+    await at_rest(slow, within_s=SOON_S)
+    healthy = partial(slow.envoy_admin, "/stats?filter=^cluster.picker.*membership_healthy$")
+    await slow.eventually(healthy, are_healthy, what="health of the replicas in Envoy")
+    # Envoy's workers know a change of health as soon as its statistics have it.
+    served = await Caller.ask(slow.url, tokens=1)
+    assert b"200 OK" in await served.first_bytes()
+    await served.leave()
+
+
+def are_healthy(stats: httpx.Response) -> bool:
+    return all(int(line.rsplit(": ", 1)[1]) == REPLICAS for line in stats.text.splitlines())
