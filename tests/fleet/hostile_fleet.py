@@ -110,7 +110,8 @@ async def _running_fleet(
         options = ("--replicas", str(replicas), "--endpoints", "0", "--mode", mode)
         fleet = await stack.enter_async_context(running(folder, *options, config=config))
         plain = to_yaml(bootstrap(fleet, mode, config, max_heap_bytes=_HEAP_BYTES))
-        envoy = stack.enter_context(started(_flow_by_api_key(folder / "keys.yaml", plain), folder / "edge"))
+        keyed = _flow_by_api_key(folder / "keys.yaml", plain)
+        envoy = stack.enter_context(started(keyed, folder / "edge", threads=2))  # as in docker-compose.yml
         async with fleet.redis() as redis:
             rules = documented_user("picker").replace("epp:*", "epp:{other}:*").split()
             await redis.execute_command("ACL", "SETUSER", REDIS_USER, "on", "nopass", *rules)
