@@ -43,7 +43,7 @@ def _least_answer(completion: Completion) -> int:
 
 def _is_cut(completion: Completion) -> bool:
     """Whether the answer ended after its first event, in which Anthropic's API reports 0 or 1 tokens."""
-    return completion.outcome is not Outcome.COMPLETED and completion.completion_tokens in (0, 1)
+    return completion.completion_tokens in (0, 1) and completion.outcome is not Outcome.COMPLETED
 
 
 def _tokens(completion: Completion) -> tuple[int | None, int | None]:

@@ -42,7 +42,8 @@ class PromptLine(NamedTuple):
     def tokens(self, size: float) -> float:
         """The estimated tokens of a prompt of `size`; a negative base takes off at most two thirds."""
         text_tokens = self.slope * size
-        return max(self.base + text_tokens, text_tokens / 3)
+        tokens, least = self.base + text_tokens, text_tokens / 3
+        return tokens if tokens > least else least
 
 
 UNLEARNED: Final = PromptLine(0.0, 0.25)  # for a model without reported usage: a token for four letters

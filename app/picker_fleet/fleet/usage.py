@@ -21,7 +21,6 @@ MOST_ROWS = 50_000  # maximum rows kept while Redis is unavailable; one more row
 _BATCH_ROWS = 200  # rows in one script call, which then takes less than a millisecond
 
 _OTHERS = "", ""
-_NONE = Usage(0, 0, 0, 0, 0, 0.0)
 
 
 class Batch(NamedTuple):
@@ -35,10 +34,12 @@ class UsageMeter:
     models to prices. One event loop."""
 
     def __init__(self, store: Store, prices: Mapping[str, Price]) -> None:
-        self._store, self._prices = store, prices
-        self._price = prices.get("*") or Price()  # price of models without a price of their own
+        self._store = store
+        # Model -> price of a token of the prompt, of its cached part, and of the answer.
+        self._prices = {model: tuple(price.shared().values()) for model, price in prices.items()}
+        self._others = self._prices.get("*") or tuple(Price().shared().values())
         # Hour -> (leaf, model) -> usage. The hour is 0 before the first heartbeat; no hour is empty.
-        self._hours: dict[int, dict[tuple[str, str], Usage]] = {}
+        self._hours: dict[int, dict[tuple[str, str], list[float]]] = {}
         self._rows = 0
         self._batch: Batch | None = None  # the batch sent last, until Redis has answered
         self._batches = 0
@@ -53,17 +54,16 @@ class UsageMeter:
                 return
             unreported, prompt, answer = 1, 0, 0
         else:
-            price = self._prices.get(model) or self._price
+            of_prompt, of_cached, of_answer = self._prices.get(model, self._others)
             cached = min(completion.cached_tokens or 0, prompt)
-            of_cached = price.prompt if price.cached is None else price.cached
-            cost = (prompt - cached) * price.prompt + cached * of_cached + answer * price.answer
+            cost = (prompt - cached) * of_prompt + cached * of_cached + answer * of_answer
         counts = self._hours.setdefault(self._store.now_ms() // HOUR_MS, {})
-        names = leaf, model
-        if names not in counts:
-            names = names if self._rows < MOST_ROWS else _OTHERS
+        row = counts.get((leaf, model))
+        if row is None:
+            names = (leaf, model) if self._rows < MOST_ROWS else _OTHERS
             self._rows += names not in counts
-        added = 1, unreported, prompt, cached, answer, cost
-        counts[names] = Usage._make(map(add, counts.get(names, _NONE), added))
+            row = counts.setdefault(names, [0, 0, 0, 0, 0, 0.0])
+        row[:] = map(add, row, (1, unreported, prompt, cached, answer, cost))
 
     async def flush(self, *, leaves: bool = False) -> None:
         """Send all counts, or else a mark that this replica has none. `leaves`: this is the last call.
@@ -84,7 +84,7 @@ class UsageMeter:
         self._batches += 1
         hour = next(iter(self._hours), 0)
         counts = self._hours.get(hour, {})
-        rows = {names: counts.pop(names) for names in list(islice(counts, _BATCH_ROWS))}
+        rows = {names: Usage._make(counts.pop(names)) for names in list(islice(counts, _BATCH_ROWS))}
         self._rows -= len(rows)
         if not counts:
             self._hours.pop(hour, None)

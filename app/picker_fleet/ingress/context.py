@@ -4,7 +4,6 @@ its headers to its endpoints or refusal. `ext_proc/` and `http/` translate betwe
 
 import asyncio
 import ipaddress
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -65,7 +64,6 @@ PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRES
 _RETRY_AFTER_S = 1
 _LONGEST_RETRY_S = 120  # OpenAI's client waits no longer; Anthropic's would wait a month
 _REMOVED: Final = tuple((name, "") for name in OF_SIDECAR)
-_ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -454,7 +452,7 @@ class Decision:
         quota = "" if self.placement is None else self.placement.quota
         if not quota:
             return {}
-        is_anthropic = _ANTHROPIC_PATH.match(self.path) is not None
+        is_anthropic = _is_of_anthropic(self.path)
         return quota_headers(quota, is_anthropic=is_anthropic, now_s=time.time())
 
     def placed(self) -> None:
@@ -534,7 +532,7 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
         headers[DROPPED_REASON] = error.reason
     if isinstance(error, OverBurst) or (error.retry_after_s or 0) > _LONGEST_RETRY_S:
         headers[SHOULD_RETRY] = "false"
-    is_anthropic = _ANTHROPIC_PATH.match(path) is not None
+    is_anthropic = _is_of_anthropic(path)
     if isinstance(error, OverLimit):
         headers |= quota_headers(error.quota, is_anthropic=is_anthropic, now_s=time.time())
     if is_anthropic:
@@ -543,6 +541,11 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
     else:
         text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
     return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _is_of_anthropic(path: bytes) -> bool:
+    """Whether `path` belongs to Anthropic's API: `/v1/messages`, or a path below."""
+    return b"/v1/messages" in path and b"/v1/messages/" in path.partition(b"?")[0] + b"/"
 
 
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:

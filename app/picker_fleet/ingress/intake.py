@@ -8,7 +8,7 @@ JSON. A malformed body or header raises a `BadRequest` that names it (G10).
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -305,7 +305,10 @@ class Intake:
         tenants = settings.tenants
         self._counts_quotas = tenants is not None
         self._tenant_headers = () if tenants is None else tenants.headers or ()
-        self._separator = "" if tenants is None else tenants.separator
+        self._plain = _PLAIN.union(self._tenant_headers)
+        separator = "" if tenants is None else tenants.separator
+        # Cached, since requests repeat the same values.
+        self._path_of = lru_cache(maxsize=4096)(partial(_path_of, self._tenant_headers, separator))
         self._default_model = settings.default_model or ""
         self._only_model = settings.models[0].name if len(settings.models) == 1 else ""
         self._served_models = served_models
@@ -358,7 +361,7 @@ class Intake:
         fairness_id = objective = rewrite = session = trace = ""
         workload = ANONYMOUS
         ttl_s, by_client = self._ttl_s, False
-        if not headers.keys() <= _PLAIN:
+        if not headers.keys() <= self._plain:
             if not _NAMES.isdisjoint(headers):
                 fairness_id = _name(headers, FAIRNESS_ID)
                 objective = _name(headers, OBJECTIVE)
@@ -375,10 +378,11 @@ class Intake:
         target, band, weight, limit, selector, latency = settings
         if not _SLO.isdisjoint(headers):
             latency = latency_of(headers, latency)
-        charge, learn, prompt_size, prompt_tokens, answer_tokens, found = self._cost(ask, model)
+        text = ask.text
+        charge, learn, prompt_size, prompt_tokens, answer_tokens, found = self._cost(ask, text, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         if self._tenant_headers:
-            flow = self._tenant(headers) or flow
+            flow = self._path_of(*map(headers.get, self._tenant_headers)) or flow
         if not target:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
@@ -387,7 +391,7 @@ class Intake:
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
-            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
+            xxh3_64_hexdigest(text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # the engine's usage then counts stored texts, too
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found,
         )  # fmt: skip
@@ -428,22 +432,18 @@ class Intake:
             raise BadRequest("the request names no model, and the pool has no default one (default_model)")
         return model
 
-    def _tenant(self, headers: Mapping[str, bytes]) -> str:
-        """The path that the headers of tenants name, '' if none. Raises BadRequest, as `_path_of`."""
-        return _path_of(tuple(map(headers.get, self._tenant_headers)), self._tenant_headers, self._separator)
-
-    def _cost(self, ask: Ask, model: str) -> tuple[float, bool, int, float, float, int]:
-        """The cost of `ask` in the stock's unit; whether it lacks the answer's tokens; the prompt's size, 0
-        if usage will not show its tokens; the tokens of prompt and of answer, 0 without tenants; the number
-        of media that others may encode."""
+    def _cost(self, ask: Ask, text: bytes, model: str) -> tuple[float, bool, int, float, float, int]:
+        """The cost of `ask`, with the body `text`, in the stock's unit; whether it lacks the answer's tokens;
+        the prompt's size, 0 if usage will not show its tokens; the tokens of prompt and of answer, 0 without
+        tenants; the number of media that others may encode."""
         members = ask.members
         is_one = _is_one_text(members)
         count = 1 if is_one else cost.sequences(members)
         encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
         if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
-            return float(count), False, 0, 0.0, 0.0, media.found(ask.text, members)[2] if encoded else 0
+            return float(count), False, 0, 0.0, 0.0, media.found(text, members)[2] if encoded else 0
         prompt, answer, lacks_answer, size, found = cost.tokens(
-            ask.text,
+            text,
             ask.body_bytes,
             members,
             count=count,
@@ -463,10 +463,12 @@ class Intake:
             # The scripts add the mean answer only to the picker's own estimate in tokens: for other costs
             # assume an answer's length here.
             answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
-        others = *((prompt, answer) if self._counts_quotas else (0.0, 0.0)), found if encoded else 0
         if estimated is None:
             estimated = prompt + answer if self._in_tokens else float(count)
-        return estimated, lacks_answer, size if self._in_tokens else 0, *others
+        if not self._counts_quotas:
+            prompt = answer = 0.0
+        size, found = size if self._in_tokens else 0, found if encoded else 0
+        return estimated, lacks_answer, size, prompt, answer, found
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
@@ -502,10 +504,8 @@ class Intake:
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
 
 
-@lru_cache(maxsize=4096)
-def _path_of(values: tuple[bytes | None, ...], names: tuple[str, ...], separator: str) -> str:
-    """The tenant's path in the `values` of the headers `names`, up to the first that is missing; cached,
-    since requests repeat the same values.
+def _path_of(names: tuple[str, ...], separator: str, *values: bytes | None) -> str:
+    """The tenant's path in the `values` of the headers `names`, up to the first that is missing; '' if none.
 
     Raises:
         BadRequest: a value contains the separator, so that it could name another tenant, or is no name.

@@ -24,7 +24,7 @@ NAMES: Final = (*(name for api in (_OPENAI, _ANTHROPIC) for names in api.values(
 LONGEST: Final = 32  # characters of a value; the longest are times
 _LATEST_S = 253_402_300_799  # the end of year 9999
 
-_PART = re.compile(r"(?:^|;)(requests|tokens)=(\d{1,15}),(\d{1,15}),(\d{1,15})(?=;|$)")
+_PART = re.compile(r"(?:^|;)(requests|tokens)=([0-9]{1,15}),([0-9]{1,15}),([0-9]{1,15})(?=;|$)")
 
 
 def quota_headers(quota: str, *, is_anthropic: bool, now_s: float) -> dict[str, str]:
@@ -49,11 +49,10 @@ def _duration(ms: int) -> str:
     """`ms` as OpenAI's API writes a duration: 12ms, 1.5s, 6m0s, 1h0m0s."""
     if ms < 1000:
         return f"{ms}ms"
-    minutes, rest_ms = divmod(ms, 60_000)
-    seconds = f"{rest_ms / 1000:g}s"  # at most five digits
-    if not minutes:
+    seconds = f"{ms % 60_000 / 1000:g}s"  # at most five digits
+    if ms < 60_000:
         return seconds
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(ms // 60_000, 60)
     return f"{hours}h{minutes}m{seconds}" if hours else f"{minutes}m{seconds}"
 
 

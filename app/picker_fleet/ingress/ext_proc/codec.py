@@ -218,9 +218,10 @@ def placed(
         set_headers += _remove_header(removes)
     account = _PRESSURE_ENTRIES[pressure]
     if quota:
-        account += "".join(
-            [_QUOTA_OPENINGS[name][len(value)] + value for name, value in quota.items()]
-        ).encode()
+        text = ""
+        for name, value in quota.items():
+            text += _QUOTA_OPENINGS[name][len(value)] + value
+        account += text.encode()
     if request_id:
         account += _ID(request_id) + _TOKEN(placement.accounting_token)
         if placement.session:
