@@ -141,22 +141,15 @@ class Counted:
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, str]] = []
         self.waits: list[tuple[str, float, bool, str]] = []
-        self.reports: list[str] = []
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         assert seconds >= 0
         self.answers.append((mode, model, code))
 
-    def split(self, mode: str, model: str, target_model: str) -> None:
-        self.reports.append(f"split in {mode}")
+    def split(self, mode: str, model: str, target_model: str) -> None: ...
 
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         self.answered(mode, model, "client_gone", seconds, target_model)
-
-    def access_log(self, kind: str) -> None:
-        self.reports.append(kind)
-
-    access_log_rejected = access_log
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         self.waits.append((model, seconds, success, target_model))

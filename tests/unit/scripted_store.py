@@ -63,12 +63,7 @@ class ScriptedStore:
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer's simultaneous change
 
     def admit(
-        self,
-        request: InferenceRequest,
-        attempt: int,
-        candidates: str,
-        age_s: float = 0.0,
-        prefill: str = "",
+        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0, prefill: str = ""
     ) -> asyncio.Future[AnyVerdict]:
         self.admitted.append((request, attempt))
         return answered(self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0])

@@ -147,9 +147,7 @@ async def test_a_listener_above_the_limit_is_refused_until_another_client_discon
         await until(lambda: events.listening == len(listeners))
 
 
-def test_an_address_gets_a_stream_though_other_addresses_take_all_streams(
-    source: CountingSource,
-) -> None:
+def test_an_address_gets_a_stream_though_other_addresses_take_all_streams(source: CountingSource) -> None:
     events = Events(source)
     greedy = [joined(events, "10.0.0.1") for _ in range(MAX_AT_ADDRESS)]
     assert events.join("10.0.0.1") is None

@@ -74,9 +74,7 @@ def client_at(app: FastAPI, host: str, url: str = "http://picker.example") -> ht
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(host, 4711)), base_url=url)
 
 
-async def test_a_config_patch_is_in_force_at_once_and_null_reverts_a_change(
-    fleet: Fleet,
-) -> None:
+async def test_a_config_patch_is_in_force_at_once_and_null_reverts_a_change(fleet: Fleet) -> None:
     watermark = {"request_queue_controller": {"watermark_per_backend": 10}}
     patch = {"fair_request_queue": {"ordering": "edf"}, "weights": {"gold": 3}, **watermark}
     response = await fleet.http.patch("/api/v1/config", json=patch)

@@ -26,14 +26,7 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints import discovery
-from picker_fleet.endpoints.discovery import (
-    FileFault,
-    Source,
-    WatchedFile,
-    endpoints_of,
-    listed,
-    source_of,
-)
+from picker_fleet.endpoints.discovery import FileFault, Source, WatchedFile, endpoints_of, listed, source_of
 from picker_fleet.endpoints.dns_source import DnsSource
 from picker_fleet.endpoints.stages import serving
 

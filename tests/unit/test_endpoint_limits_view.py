@@ -12,10 +12,7 @@ from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import FoundLimit
 
 FOUND, CAPPED, FULL, PINNED, NEW = (f"10.0.0.{n}:8000" for n in range(1, 6))
-LISTED = (
-    *(Endpoint(address) for address in (FOUND, FULL, PINNED, NEW)),
-    Endpoint(CAPPED, max_inflight=8),
-)
+LISTED = (*(Endpoint(address) for address in (FOUND, FULL, PINNED, NEW)), Endpoint(CAPPED, max_inflight=8))
 LIMITS = {FOUND: 36, CAPPED: 8, FULL: 5, PINNED: 24, NEW: 8}
 WHY = "engine queued 3 requests at 40 in flight"
 

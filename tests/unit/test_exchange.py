@@ -247,9 +247,7 @@ async def test_a_request_that_needs_no_admission_keeps_its_body(mode: str) -> No
 
 
 @every_mode
-async def test_a_websocket_session_is_admitted_by_the_model_in_its_query_string(
-    mode: str,
-) -> None:
+async def test_a_websocket_session_is_admitted_by_the_model_in_its_query_string(mode: str) -> None:
     talk = Talk(settings=SEVERAL)
     asked = headers(
         mode if mode == "standard" else (0, 0), {"upgrade": "websocket"}, ask=("GET", "/v1/realtime?model=n")
@@ -441,9 +439,7 @@ async def test_a_refusal_by_the_gate_reports_the_queue_pressure_and_may_be_429(
     assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
 
 
-async def test_an_unexpected_error_is_logged_and_answered_with_500(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_unexpected_error_is_logged_and_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
     refused = await Talk(ScriptedGate(ValueError("a bug"))).refused(*asks("lean"))
     assert (refused.status, refused.code) == (500, "internal_error")
     assert "a bug" not in refused.error["message"]
@@ -613,9 +609,7 @@ async def test_lean_mode_reports_a_prefill_as_done_after_its_predicted_time() ->
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])
-async def test_standard_mode_passes_on_an_answer_that_envoy_makes(
-    begun: list[ProcessingRequest],
-) -> None:
+async def test_standard_mode_passes_on_an_answer_that_envoy_makes(begun: list[ProcessingRequest]) -> None:
     talk = Talk()
     end = envoy.response_body(b"timeout", ended=True)
     said = await talk.say(*begun, envoy.response_headers(408), body(b"x"), end)

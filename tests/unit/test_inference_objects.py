@@ -207,9 +207,7 @@ class ObjectsOfTwoPools:
 
 
 @pytest.mark.parametrize("publishes", [False, True], ids=["reading only", "writing conditions"])
-async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_read(
-    publishes: bool,
-) -> None:
+async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_read(publishes: bool) -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
         "own", None, fleet="test", report=lambda *found: reported.put_nowait(LiveObjects(*found)),

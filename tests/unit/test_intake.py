@@ -556,9 +556,7 @@ PROMPT_MEMBERS = ("tools", "functions", "instructions", "messages", "prompt", "i
 
 
 @given(st.dictionaries(st.sampled_from(PROMPT_MEMBERS), st.text() | st.lists(st.text()) | st.just("p" * 600)))
-def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(
-    members: dict[str, Any],
-) -> None:
+def test_prompt_hashes_of_a_small_body_are_the_same_on_both_parsing_paths(members: dict[str, Any]) -> None:
     text = json.dumps({"model": "m", **members}, ensure_ascii=False).encode()
     simple = read_body(text)
     assume(isinstance(simple.read, bytes))

@@ -77,9 +77,7 @@ async def test_each_pod_has_an_endpoint_on_each_port_with_the_labels_of_the_pod(
         assert listed.newest[1].labels == {"app": "llm", **labels}
 
 
-async def test_an_unready_or_terminating_pod_is_draining_and_a_deleted_pod_is_gone(
-    server: ApiServer,
-) -> None:
+async def test_an_unready_or_terminating_pod_is_draining_and_a_deleted_pod_is_gone(server: ApiServer) -> None:
     async with following(server, "p1", "p2", "p3") as listed:
         server.put(PODS, pod("p1", "10.0.0.1", ready=False))
         await listed.becomes(ready="10.0.0.2:8000 10.0.0.3:8000", draining="10.0.0.1:8000")

@@ -427,10 +427,7 @@ async def test_the_events_that_one_replica_reads_correct_the_prefix_index_of_ano
                 each.share()
             address = server.address
             server.answer = answered(json.dumps({"count": len(ids), "tokens": ids}).encode())
-            async with (
-                running(reads.run(), places.run(), placer.run()),
-                reading(engine, follower, address),
-            ):
+            async with running(reads.run(), places.run(), placer.run()), reading(engine, follower, address):
                 await engine.publish(batch(stored(names, ids)))
                 await until(lambda: places.index.followed(address) == SIZE)
                 asked = request(1, prompt)

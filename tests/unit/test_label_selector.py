@@ -8,33 +8,30 @@ from picker_fleet.domain.label_selector import label_selector, selects
 POD = {"llm-d.ai/role": "prefill", "gpu": "h100", "empty": ""}
 
 
-@cases(
-    "text, selected",
-    {
-        "an equal value": ("gpu=h100", True),
-        "an equal value by ==": ("gpu == h100", True),
-        "another value": ("gpu=a100", False),
-        "a prefix in the key": ("llm-d.ai/role=prefill", True),
-        "no value": ("empty=", True),
-        "no value where there is one": ("gpu=", False),
-        "not this value": ("gpu!=h100", False),
-        "not another value": ("gpu!=a100", True),
-        "not a value of a missing label": ("zone!=a", True),
-        "one of several": ("llm-d.ai/role in (prefill, prefill-decode)", True),
-        "none of several": ("llm-d.ai/role in (decode,both)", False),
-        "one of several for a missing label": ("zone in (a,b)", False),
-        "not one of several": ("gpu notin (a100, l4)", True),
-        "not one of several, yet it is": ("gpu notin (h100)", False),
-        "not one of several for a missing label": ("zone notin (a)", True),
-        "a label that is set": ("gpu", True),
-        "a label that is not set": ("zone", False),
-        "a label that must not be set": ("!zone", True),
-        "a label that must not be set, yet is": ("! gpu", False),
-        "all requirements": ("gpu=h100 , !zone,llm-d.ai/role in (prefill)", True),
-        "all requirements but one": ("gpu=h100,zone", False),
-        "a label named in": ("in", False),
-    },
-)
+@cases("text, selected", {
+    "an equal value": ("gpu=h100", True),
+    "an equal value by ==": ("gpu == h100", True),
+    "another value": ("gpu=a100", False),
+    "a prefix in the key": ("llm-d.ai/role=prefill", True),
+    "no value": ("empty=", True),
+    "no value where there is one": ("gpu=", False),
+    "not this value": ("gpu!=h100", False),
+    "not another value": ("gpu!=a100", True),
+    "not a value of a missing label": ("zone!=a", True),
+    "one of several": ("llm-d.ai/role in (prefill, prefill-decode)", True),
+    "none of several": ("llm-d.ai/role in (decode,both)", False),
+    "one of several for a missing label": ("zone in (a,b)", False),
+    "not one of several": ("gpu notin (a100, l4)", True),
+    "not one of several, yet it is": ("gpu notin (h100)", False),
+    "not one of several for a missing label": ("zone notin (a)", True),
+    "a label that is set": ("gpu", True),
+    "a label that is not set": ("zone", False),
+    "a label that must not be set": ("!zone", True),
+    "a label that must not be set, yet is": ("! gpu", False),
+    "all requirements": ("gpu=h100 , !zone,llm-d.ai/role in (prefill)", True),
+    "all requirements but one": ("gpu=h100,zone", False),
+    "a label named in": ("in", False),
+})  # fmt: skip
 def test_a_selector_selects_as_in_kubernetes(text: str, selected: bool) -> None:
     assert selects(label_selector(text), POD) is selected
 

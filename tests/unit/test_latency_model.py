@@ -98,11 +98,7 @@ def assert_good(requests: list[tuple[str, Forecast, float, float]]) -> None:
 
 
 loads = st.builds(
-    Load,
-    st.floats(0, 1e7),
-    st.integers(0, 2000).map(float),
-    st.floats(0, 1),
-    st.integers(0, 2000).map(float),
+    Load, st.floats(0, 1e7), st.integers(0, 2000).map(float), st.floats(0, 1), st.integers(0, 2000).map(float)
 )
 impossible = st.just(Load(math.inf, math.nan))
 observations = st.tuples(st.sampled_from((*FAST, SLOW)), loads | impossible, st.floats(), st.floats())

@@ -77,33 +77,25 @@ def test_the_header_of_a_file_gives_its_cost(file: bytes, tokens: float) -> None
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/a.png"}}
 
 
-@cases(
-    "body, count",
-    {
-        "a part of a chat": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 1),
-        "null members of other kinds": (
-            {"messages": [{"content": [IMAGE | {"text": None, "input_audio": None, "video_url": ""}]}]},
-            1,
-        ),
-        "only null members": (
-            {"messages": [{"content": [{"type": "text", "text": "?", "image_url": None}]}]},
-            0,
-        ),
-        "a reference to an answer's audio": ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, 0),
-        "an odd message beside": ({"messages": [{"content": {"an": "object"}}, {"content": [IMAGE]}]}, 1),
-        "texts beside": ({"messages": [{"content": ["?", IMAGE]}, {"content": 1, "images": None}]}, 1),
-        "an object as content": ({"messages": [{"role": "user", "content": IMAGE}]}, 1),
-        "a tool's result in a message": ({"messages": [{"role": "tool", "content": [IMAGE, IMAGE]}]}, 2),
-        "a function's output": (
-            {"input": [{"type": "function_call_output", "output": [{"image_url": "http://x/a.png"}]}]},
-            1,
-        ),
-        "a screenshot": ({"input": [{"output": {"image_url": "http://x/a.png"}}, {"output": "a text"}]}, 1),
-        "several of SGLang": ({"input": "?", "image_data": ["http://x/a.png", "http://x/b.png"]}, 2),
-        "a thousand": ({"messages": [{"role": "user", "content": [IMAGE] * 1000}]}, 1000),
-        "no images but numbers": ({"images": ["base64", *[0] * 100_000]}, 1),
-    },
-)
+@cases("body, count", {
+    "a part of a chat": ({"messages": [{"role": "user", "content": [IMAGE]}]}, 1),
+    "null members of other kinds": (
+        {"messages": [{"content": [IMAGE | {"text": None, "input_audio": None, "video_url": ""}]}]}, 1,
+    ),
+    "only null members": ({"messages": [{"content": [{"type": "text", "text": "?", "image_url": None}]}]}, 0),
+    "a reference to an answer's audio": ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, 0),
+    "an odd message beside": ({"messages": [{"content": {"an": "object"}}, {"content": [IMAGE]}]}, 1),
+    "texts beside": ({"messages": [{"content": ["?", IMAGE]}, {"content": 1, "images": None}]}, 1),
+    "an object as content": ({"messages": [{"role": "user", "content": IMAGE}]}, 1),
+    "a tool's result in a message": ({"messages": [{"role": "tool", "content": [IMAGE, IMAGE]}]}, 2),
+    "a function's output": (
+        {"input": [{"type": "function_call_output", "output": [{"image_url": "http://x/a.png"}]}]}, 1,
+    ),
+    "a screenshot": ({"input": [{"output": {"image_url": "http://x/a.png"}}, {"output": "a text"}]}, 1),
+    "several of SGLang": ({"input": "?", "image_data": ["http://x/a.png", "http://x/b.png"]}, 2),
+    "a thousand": ({"messages": [{"role": "user", "content": [IMAGE] * 1000}]}, 1000),
+    "no images but numbers": ({"images": ["base64", *[0] * 100_000]}, 1),
+})  # fmt: skip
 def test_media_count_in_every_form_and_beside_unusual_members(body: dict[str, object], count: int) -> None:
     for indent in (None, 1):
         text = json.dumps(body, indent=indent).encode()

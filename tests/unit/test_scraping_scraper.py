@@ -68,11 +68,7 @@ class Bench:
 
     @asynccontextmanager
     async def scraping(
-        self,
-        addresses: Iterable[str] | None = None,
-        *,
-        engine: str = "vllm",
-        **more: Any,
+        self, addresses: Iterable[str] | None = None, *, engine: str = "vllm", **more: Any
     ) -> AsyncIterator[Scraper]:
         """Run a scraper of `addresses`, by default of the first server, with more parameters `more`."""
         defaults = {

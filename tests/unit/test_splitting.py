@@ -38,23 +38,20 @@ def never() -> float:
     return 1.0
 
 
-@cases(
-    "tokens, threshold, times, is_split",
-    {
-        "above the threshold": (501, 500, StageTimes(), True),
-        "at the threshold": (500, 500, StageTimes(), False),
-        "a threshold ignores predictions": (501, 500, StageTimes(0.1, 9.0), True),
-        "unknown times, a long prompt": (1001, None, StageTimes(), True),
-        "unknown times, a short prompt": (1000, None, StageTimes(), False),
-        "one time unknown": (1001, None, StageTimes(whole_s=0.1), True),
-        "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.95), True),
-        "a split is predicted to be as fast": (9000, None, StageTimes(1.0, 1.0), False),
-        "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.7, 0.9, 1), True),
-        "a split would delay answers elsewhere": (9000, None, StageTimes(1.0, 0.1, 0.9, 1, 2), False),
-        "a prompt too short for a transfer": (15, None, StageTimes(1.0, 0.5), False),
-        "the shortest prompt for a transfer": (16, None, StageTimes(1.0, 0.5), True),
-    },
-)
+@cases("tokens, threshold, times, is_split", {
+    "above the threshold": (501, 500, StageTimes(), True),
+    "at the threshold": (500, 500, StageTimes(), False),
+    "a threshold ignores predictions": (501, 500, StageTimes(0.1, 9.0), True),
+    "unknown times, a long prompt": (1001, None, StageTimes(), True),
+    "unknown times, a short prompt": (1000, None, StageTimes(), False),
+    "one time unknown": (1001, None, StageTimes(whole_s=0.1), True),
+    "a split is predicted to be faster": (100, None, StageTimes(1.0, 0.95), True),
+    "a split is predicted to be as fast": (9000, None, StageTimes(1.0, 1.0), False),
+    "slower, but it would delay running answers": (9000, None, StageTimes(1.0, 1.7, 0.9, 1), True),
+    "a split would delay answers elsewhere": (9000, None, StageTimes(1.0, 0.1, 0.9, 1, 2), False),
+    "a prompt too short for a transfer": (15, None, StageTimes(1.0, 0.5), False),
+    "the shortest prompt for a transfer": (16, None, StageTimes(1.0, 0.5), True),
+})  # fmt: skip
 def test_a_request_is_split_if_that_costs_less_time(
     tokens: float, threshold: int, times: StageTimes, is_split: bool
 ) -> None:
@@ -240,14 +237,11 @@ def test_settings_for_stages_reach_the_chooser() -> None:
 
 
 # In each case the best threshold keeps 90 % of the objectives at `rate` requests a second.
-@cases(
-    "prefill, decode, both, case, rate",
-    {
-        "enough prefill endpoints": (4, 4, False, "long-strict", 4.7),
-        "all endpoints do both": (4, 4, True, "long-strict", 2.9),
-        "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0),
-    },
-)
+@cases("prefill, decode, both, case, rate", {
+    "enough prefill endpoints": (4, 4, False, "long-strict", 4.7),
+    "all endpoints do both": (4, 4, True, "long-strict", 2.9),
+    "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0),
+})  # fmt: skip
 def test_auto_has_nearly_the_goodput_of_the_best_threshold(
     prefill: int, decode: int, both: bool, case: str, rate: float
 ) -> None:
