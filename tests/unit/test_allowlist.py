@@ -174,14 +174,6 @@ def test_the_configuration_adds_allowed_paths(
     assert AllowedPaths(extra).way(method.encode(), f"/x{path}".encode()) is None
 
 
-@pytest.mark.parametrize(
-    "entry", ["/v1/x", "POST v1/x", "POST /a/../b", "POST /a//b", "post /a", "POST /a%2fb"]
-)
-def test_a_configured_path_without_a_method_or_a_valid_path_is_refused(entry: str) -> None:
-    with pytest.raises(ConfigError, match="no method and path"):
-        parse({"extproc": {"paths": [entry]}})
-
-
 def test_a_model_that_two_readers_could_read_differently_is_refused() -> None:
     for query in (b"model=a&model=b", b"model=&model=b", b"mod%65l=a&model=a"):
         with pytest.raises(BadRequest, match="model twice"):

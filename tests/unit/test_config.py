@@ -213,7 +213,8 @@ WRONG: dict[str, list[Any]] = {
     "extproc.listen": ["9002", "0.0.0.0:99999", "a..b:9002"],
     "extproc.metadata_namespace": ["picker", "envoy.lb.subset_hint", "", "a:b", "a)%", "two words"],
     "extproc.paths.0": [
-        "/v1/classify", "put /v1/x", "POST v1/x", "POST //", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7,
+        "/v1/classify", "put /v1/x", "POST v1/x", "POST //", "POST /v1//x", "POST /v1/../x", "POST /a/%2e",
+        "POST /a%2fb", 7,
     ],
     "extproc.trusted_headers.0": ["x-gateway-destination-endpoint", "x-request-id", "", 7],
     "tracing.endpoint": ["collector:4317"],
@@ -283,6 +284,7 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert message == f"scheduling.latency.delta: {valid} alpha, beta, gamma"
     message = fault({"discovery": {"static": ["10.0.0.1:8000"]}})
     assert message.startswith("discovery.static.0: must be a mapping; valid here: address, labels,")
+    assert "no method and path" in fault({"extproc": {"paths": ["/v1/x"]}})
     # `redis.silence` must be shorter than a lease.
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()

@@ -385,15 +385,6 @@ async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_cha
     assert "forward_rules" in refused.error["message"]
 
 
-# test_intake.py has all forms of a hint.
-@pytest.mark.parametrize(("hint", "subset"), [(None, None), ([], ()), (["10.0.0.1:80"], ("10.0.0.1:80",))])
-async def test_the_gate_gets_a_requests_subset_hint(hint: object, subset: tuple[str, ...] | None) -> None:
-    talk, key = Talk(), "x-gateway-destination-endpoint-subset"
-    metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
-    await talk.say(headers("lean", metadata=metadata), body(ASK))
-    assert talk.gate.admitted[0][0].subset == subset
-
-
 @every_mode
 async def test_a_malformed_header_is_refused_by_name_if_it_is_trusted(mode: str) -> None:
     bad = asks(mode, {FAIRNESS: b"caf\xe9", "cookie": b"\xff\xfe"})

@@ -171,16 +171,6 @@ async def test_a_request_that_is_being_placed_is_not_registered_in_redis_again(b
     await task
 
 
-async def test_no_registration_is_awaited_of_a_request_that_has_got_its_turn(bench: Bench) -> None:
-    task = await bench.queued(PLACED)
-    bench.store.silent = True
-    registering = asyncio.create_task(bench.gate.queue.register_again())
-    await until(lambda: len(bench.store.ages_s) == 2)
-    bench.grant()
-    assert await registering
-    await task
-
-
 async def test_a_request_that_is_placed_before_its_registration_is_not_admitted_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,8 +182,9 @@ async def test_a_request_that_is_placed_before_its_registration_is_not_admitted_
     # While Redis has yet to answer for the first request, the second request is placed.
     bench.gate.queue.notified(Notification("second", Verdict.GRANTED))
     await second
+    # The registration of the first request is not awaited once the request has got its turn.
     bench.grant()
-    await until(registering.done)
+    assert await registering
     assert len(bench.store.ages_s) == 3
     await first
 

@@ -111,12 +111,6 @@ def test_malformed_chat_messages_are_refused(messages: object) -> None:
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
-def test_a_request_for_an_unknown_model_gets_not_found() -> None:
-    with pytest.raises(ApiError, match="'gpt' does not exist") as refused:
-        completion(model="gpt")
-    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
-
-
 def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = None) -> Sequence:
     return Sequence(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=adapter)
 

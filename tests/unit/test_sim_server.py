@@ -235,6 +235,9 @@ async def test_bad_requests_get_errors_in_the_format_of_openai() -> None:
             answer = await client.post("/v1/completions", content=content)
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        with pytest.raises(openai.NotFoundError, match="'gpt' does not exist") as refused:
+            await api.completions.create(model="gpt", prompt="x")
+        assert refused.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError, match="max_tokens: "):
             await api.completions.create(model="llama", prompt="x", max_tokens=0)
         with pytest.raises(openai.BadRequestError, match="KV blocks"):
