@@ -105,8 +105,8 @@ def _score(it: Server) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey. Latencies: to an answer's
-    end."""
+    """Figures of one pass. `cpu_us`: CPU per request of replicas and Valkey. Latencies run from the request
+    to the last byte of its answer."""
 
     per_s: float
     cpu_us: float

@@ -3,7 +3,7 @@
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
 -- node in `tenants`. A request keeps the charges of the limits that have charged it; the others charge it when it
--- starts. Each running request counts under a new bound; this call counts some of them, and sweeps count the others.
+-- starts. A new bound also counts the requests that run already: this call counts some, and sweeps the others.
 -- Since a limit may have been raised, this call unthrottles the changed nodes; if a default has changed, sweeps
 -- unthrottle all nodes.
 --

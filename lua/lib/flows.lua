@@ -675,7 +675,7 @@ local function put_settings(base, overrides)
   settings, settings_text = base, nil
   tenants.use_separator()
   bands.configure(settings)
-  -- If the fleet begins or ceases to find limits in tokens, count the tokens in flight from the records.
+  -- If limits in tokens are switched on or off, count the tokens in flight from the records.
   if (counted == nil) ~= (settings.token_caps == nil) then
     for _, address in ipairs(endpoints.counted()) do endpoints.add_amount(address, 0, true) end
     for _, id in ipairs(settings.token_caps and read('ZRANGE', key.inflight, 0, -1) or {}) do

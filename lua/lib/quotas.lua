@@ -9,9 +9,9 @@ local quotas = {}
 do -- a chunk may have 200 locals
   local INNER = tenants.INNER
 
-  -- Balances, in the tables of limits (lib/tenants.lua): `owed` is the used part of the limit: units owed now, units
-  -- spent in this period, or requests in flight. For a `served` count `owed` is the cost served. Each call reads a
-  -- balance once, and writes it once. Balances are cached between calls while only this library changes the pool.
+  -- Each limit's table (lib/tenants.lua) has a balance: `owed` is the used amount, which is the level of the leaky
+  -- bucket, the units spent in this period, or the requests in flight; of a `served` count, the cost served. Each call
+  -- reads and writes a balance once. Balances are cached between calls while only this library changes the pool.
   -- `stored` is the number last written, `stored_ms` the time; a budget's number is valid until `ends_ms`.
   local calls = 0 -- number of this call
   local decode -- (limit, text) -> number

@@ -184,7 +184,7 @@ do -- a chunk may have 200 locals
   end
 
   -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua). The table
-  -- `counting` has what `find_counting` returns, by flow.
+  -- `counting` caches the results of `find_counting`, by flow.
   local FIND = {__index = function(_, flow) return find_counting(flow) end}
   function tenants.forget()
     nodes, nodes_known, weights = {}, 0, {}

@@ -26,8 +26,8 @@ from picker_tools.load.generator import Client, Load, Request, flow_header, quan
 
 _TOKENS, _PROMPT_BYTES = 48, (100, 200)  # the tokenizer makes a token of each byte
 _GRID = (2, 4, 8, 16, 32, 64, 128)
-_SEARCHED_S = (5.0, 15.0)  # seconds into a run of the search: figures begin, run ends
-_MEASURED_S = (20.0, 45.0)  # seconds into a compared run: figures begin, run ends
+_SEARCHED_S = (5.0, 15.0)  # in the search: seconds until measuring starts, and until the run ends
+_MEASURED_S = (20.0, 45.0)  # in a compared run: seconds until measuring starts, and until it ends
 _ALIKE = 0.98  # best bound: the least p95 TTFT among bounds with this share of the most requests/s
 _DRAIN_S = 60.0
 

@@ -215,7 +215,7 @@ class QueueMachine(RuleBasedStateMachine):
     """Draws random calls; `SideBySide` makes each call on scripts and model and compares the results."""
 
     side: ClassVar[ScriptSide]
-    audited: ClassVar[Counter[str]]  # by promise, the checks of the decision logs of all examples
+    audited: ClassVar[Counter[str]]  # promise -> number of checks in the decision logs of all examples
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
     use(pool, "used", (20, 10, 8))  # a repeated end
     use(pool, "failed", (), "upstream_failed")
     assert taken() == {"a": 43, "a/used": 28, "a/failed": 0, "a/paid": 15}
-    use(pool, "paid", (30, 0, 0), "upstream_failed")  # the client gets the usage of a failed answer, too
+    use(pool, "paid", (30, 0, 0), "upstream_failed")  # usage was reported, so the failed answer is charged
     assert taken() == {"a": 58, "a/used": 28, "a/failed": 0, "a/paid": 30}
     left = "\x1ftokens=60,2,58000"
     assert pool.admit(arrival.format(name="more")) == [f"refused over-limit 13\x1ftokens 60000 a{left}"]

@@ -67,7 +67,7 @@ def test_a_pool_has_the_shared_settings_and_the_settings_of_its_own_section() ->
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
 
-def test_relative_paths_and_environment_variables_apply_in_the_section_of_a_pool(tmp_path: Path) -> None:
+def test_a_pool_section_resolves_relative_paths_and_accepts_environment_variables(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("pool: a\npools:\n  a:\n  b: {discovery: {file: b.yaml}}\n")
     variable = "PICKER_POOLS__A__FAIR_REQUEST_QUEUE__TOTAL_CAPACITY"

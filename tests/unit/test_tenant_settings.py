@@ -182,7 +182,7 @@ def test_with_tenants_a_request_has_estimates_in_tokens_in_either_unit_of_the_st
     controller = {"request_queue_controller": {"mode": "adaptive", "unit": unit}}
     found = asked(settings=parse({**controller, "tenants": {}}))
     assert found.prompt_tokens >= 1
-    if unit == "tokens":  # the scripts add the mean answer to both
+    if unit == "tokens":  # the scripts add the flow's mean answer to both costs
         assert (found.learn, found.cost, found.answer_tokens) == (True, found.prompt_tokens, 0)
     else:
         assert (found.learn, found.cost, found.answer_tokens) == (False, 1, 256)

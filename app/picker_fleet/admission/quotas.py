@@ -73,8 +73,8 @@ class Granted(NamedTuple):
 
 class Limit(NamedTuple):
     """One limit of a node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget. `per`:
-    ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units taken at once; `whole`:
-    the burst of all replicas together. `rate`: units a ms, 0 for `parallel` and `budget`."""
+    a rate limit's interval in ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units
+    taken at once; `whole`: the burst of all replicas together. `rate`: units a ms, 0 without an interval."""
 
     unit: str
     per: str

@@ -75,7 +75,7 @@ class TokenPrefixes:
         self._scheme, self._access = scraping.probe_scheme or scraping.scheme, Access(scraping)
         self._waiting: asyncio.Queue[_Prompt] = asyncio.Queue(_MOST_WAITING)
         self._paused: dict[str, float] = {}  # address -> time until which it is not asked
-        self._block_tokens = 0  # tokens kept in the following table
+        self._block_tokens = 0  # tokens of each block in `_ends`
         self._ends: OrderedDict[bytes, float] = OrderedDict()  # block of a prompt -> tokens up to its end
         self._by_link: OrderedDict[bytes, bytes] = OrderedDict()  # link -> joined blocks that end there
         self._signed_s: dict[str, float] = {}

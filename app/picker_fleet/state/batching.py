@@ -139,7 +139,7 @@ class Pending:
         return calls
 
     def put_back(self, calls: list[Call], why: str, *, views: bool = False) -> None:
-        """Queue the durable items of `calls` again, and with `views` the repeatable calls; fail all other
+        """Queue the durable items of `calls` again, and if `views` also the repeatable calls. Fail all other
         items with StateUnavailable."""
         for call in reversed(calls):  # reversed, since appendleft and extendleft then restore the order
             if views and call.repeatable and not call.answered:

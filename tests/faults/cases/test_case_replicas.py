@@ -49,7 +49,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
     stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
-    # The load fills the pool of three replicas.
+    # The clients keep as many requests running as the pool may; three replicas serve it.
     here, dice, highest = faulty(*OPTIONS, config=config(lease_s=lease_s)), random.Random(5), 0
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(stops):
