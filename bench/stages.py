@@ -131,7 +131,7 @@ class Served:
 
 
 class Pool:
-    """Simulated servers: the number `prefill` of servers that prefill, and `decode` of servers that decode;
+    """Simulated servers: `prefill` servers that only prefill, and `decode` servers that only decode;
     with `both`, all do both. `stages` is the section `scheduling.stages`, None for whole requests.
     `objective` gives the latency objective by the prompt's tokens; if set, endpoints are scored by it, and
     requests that no endpoint can serve in time are `refused`."""

@@ -12,7 +12,7 @@
 -- args[4] 1: the replica stops after this batch; else 0
 -- args[5] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
 --
--- Returns 'counted', or 'known' for a repeated batch. In both cases the replica's mark becomes `NUMBER TIME_MS LEAVES`.
+-- Returns 'counted', or 'known' for a repeated batch. In both cases stores `NUMBER TIME_MS STOPS` for the replica.
 
 local ROW, FIRST, FIGURES = 8, 5, 6
 local MOST_ROWS = 100000

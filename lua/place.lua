@@ -14,8 +14,8 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (LOADS: requests in flight before the choice, of each named candidate, '' if not eligible; for
---     '*', of a, b and c; missing if the request was placed before). A split request: 'placed a,b,c>x,y LOADS', x with
---     the reservation, y a fallback; whole if no prefill endpoint is ready
+--     '*', of a, b and c; missing if the request was placed before). A split request: 'placed a,b,c>x,y LOADS': x has
+--     the reservation, y is a fallback. If no prefill endpoint is ready, the request is not split
 --   | 'queued TTL_LEFT_MS' (back in the queue: each candidate of a stage has reached its own limit or the flow's limit)
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (both end the request) | 'gone' (the caller has no such grant)
 

@@ -3,8 +3,8 @@
 -- endpoint, which Envoy tries, then dispatch queued requests.
 --
 -- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
--- an endpoint while other flows have requests in flight. The call changes a request's endpoint, and nothing else of the
--- request. A request that an endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
+-- an endpoint while other flows have requests in flight. Of a request's record, the call changes only the endpoints.
+-- A request that an endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only

@@ -2,8 +2,8 @@
 -- Change the settings of tenants' nodes, then dispatch queued requests.
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
--- node in `tenants`. A request keeps the charges of the limits that have charged it; the others charge it when it
--- starts. A new bound also counts the requests that run already: this call counts some, and sweeps the others.
+-- node in `tenants`. A request keeps its charges; limits that have not charged a request charge it when it starts.
+-- A new `max_parallel` also counts running requests: this call counts some of them, and later sweeps the others.
 -- Since a limit may have been raised, this call unthrottles the changed nodes; if a default has changed, sweeps
 -- unthrottle all nodes.
 --

@@ -8,10 +8,10 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
---   answered well; client_gone; upstream_failed), its real cost ('' unknown; below 0: at least), its answer's tokens
+--   answered well; client_gone; upstream_failed), its real cost ('' unknown; -N: at least N), its answer's tokens
 --   ('' unknown), the size of its prompt's text ('' unless the real cost is the tokens of this text and of the answer),
---   its usage ('' unknown; else three doubles: tokens of prompt and of prompt from a cache, both -1 if unknown, tokens
---   of answer, then at least as many; `store.PACKED_USAGE`)
+--   its usage ('' unknown; else three doubles, `store.PACKED_USAGE`: prompt tokens and cached prompt tokens, both -1
+--   if unknown; answer tokens, a lower bound if the prompt tokens are unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (the request was still
 -- queued) | 'unknown'

@@ -251,7 +251,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = rate
 end
 
--- Lower times that lie in the future to now: the former primary's clock may have been ahead.
+-- Lower times later than now + `life_ms` to that time: the former primary's clock may have been ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms

@@ -109,7 +109,7 @@ def _limits(amounts: Mapping[Kind, float]) -> dict[Kind, Limit]:
 
 
 def _wildcards(path: str) -> list[str]:
-    """Paths with `*` whose node would apply to `path`, the nearest first."""
+    """The wildcard paths whose settings would apply to `path`, the most specific first."""
     parts = path.split("/")
     found = ("/".join((*parts[:-1], "*")), "/".join("*" for _ in parts))
     return [each for each in dict.fromkeys(found) if each != path]

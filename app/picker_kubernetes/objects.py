@@ -174,7 +174,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
             cycle: list[str] = fault.args[1][::-1]  # each model is followed by one of its targets
         else:
             break
-        targets[cycle[0]].remove(cycle[1])  # so that the next turn finds another cycle
+        targets[cycle[0]].remove(cycle[1])  # break this cycle, to find the next one
         models = frozenset(cycle)
         for rewrite in rewrites:
             matches = (match.model.value for rule in rewrite.spec.rules or () for match in rule.matches or ())

@@ -56,7 +56,7 @@ local function place_granted(r, candidates, split, turn, picks)
   log_event('requeued', r, tag)
   if settings.tenants then
     quotas.start(r, -1)
-    queue.end_waits() -- now, so that this refund does not put the flow queue in order once it is throttled
+    queue.end_waits() -- before the flow queue is throttled: this refund must not unthrottle it
   end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
@@ -96,7 +96,7 @@ local function run_timers(limit)
           end_and_notify(r, NOTIFY_EXPIRED)
           expired = expired + 1
         else
-          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; within a ms by arrival
+          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; equal ms by arrival
           timers.set(id, r.deadline_ms)
           pool.overdue = pool.overdue + 1
         end
@@ -170,7 +170,7 @@ local function dispatch()
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
-  local most = settings.tenants and 16 or DISPATCH_LIMIT -- grants; with tenants, nodes may have to be looked up
+  local most = settings.tenants and 16 or DISPATCH_LIMIT -- grants; fewer with tenants: a grant may read nodes
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), most)
   if room > 0 then
     -- Estimate, exact if all costs are equal: one queued request fits for each request that this call has ended.

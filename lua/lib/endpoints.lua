@@ -27,8 +27,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local takes_suffice -- whether the stock is at least the number of requests in flight; nil: not compared in this call
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
-  local SMALL = 8 -- fewest endpoints to read; a smaller window has all endpoints, enough for any choices
-  -- The same loads, if endpoints have limits: the choice then compares load / limit instead of load.
+  local SMALL = 8 -- fewest endpoints to read; a window with fewer has all endpoints, and so never runs out
+  -- SMALL if endpoints have limits: the window is ordered by load, but the choice compares load / limit.
   local SMALL_WITH_CAPS = 16
 
   -- Return a function that caches the results of `make`, a function with one text argument.
@@ -45,7 +45,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     end
   end
 
-  -- What the scripts read of an endpoint's JSON description. An endpoint without `stages` is of the stage decode.
+  -- Return the parts of an endpoint's JSON description that scripts use. An endpoint without `stages` only decodes.
   stage.described = described or memoized(function(description)
     local it = cjson.decode(description)
     local stages = it.stages or 'decode'
@@ -311,7 +311,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   end
 
   -- The loads on which a choice was based, joined by commas: the loads of the named candidates in their order ('' if
-  -- not eligible) or, without named candidates, the loads of the chosen stage.
+  -- not eligible) or, without named candidates, the loads of the chosen endpoints.
   local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
   local function load_text(load)
     if not is_pickable(load) then return '' end

@@ -55,7 +55,7 @@ do
     if has_room then queue.endpoint_has_room(stages.blocker(endpoint)) end
   end
 
-  -- End the prefill of a placed request whose answer goes on. `note`: why it ends; '': the first token came.
+  -- End the prefill of a placed request, which goes on. `note`: why the prefill ends; '': the first token came.
   function stages.end_prefill(r, note)
     local endpoint = prefill.first(r.prefillers)
     stages.release_prefill(endpoint, r.id)
@@ -105,7 +105,7 @@ local function restore_running(r, lease_end_ms)
   end
 end
 
--- Restore a placed request whose record was missing. The prefill has ended by then, and the charge is void.
+-- Restore a placed request whose record was missing, without its prefill reservation and its tenants' charges.
 local function restore_placed(r, lease_end_ms)
   r.prefillers, r.tenancy = '', 0
   restore_running(r, lease_end_ms)

@@ -188,8 +188,8 @@ do
     return v
   end
 
-  -- Put a backlogged member in its parent's order, and the parent in its own. A band whose order was empty does not
-  -- catch up on missed turns. If r is given, r makes the member backlogged, and its ancestors may be newcomers.
+  -- Put a backlogged member in its parent's order, and its ancestors in theirs. A band whose order was empty does not
+  -- catch up on missed turns. If r is given, r makes the member backlogged, and ancestors may be newcomers.
   local function activate(band, member, tag, r)
     local parent = parent_of(member)
     local members, name = order_of(band, parent), BAND_TAG[band]
@@ -416,9 +416,9 @@ do
     return true
   end
 
-  -- Put a page of each band's throttled members back in order, since what they wait for may have changed. Pages go from
-  -- the last (`page` may lie beyond) to 0: a member that leaves moves no member to a page that has passed. Return the
-  -- next page, nil after page 0.
+  -- Put a page of each band's throttled members back in order, since limits or balances may have changed. Pages run
+  -- from the last to 0, so that members removed from one page do not shift others past the scan. A `page` beyond the
+  -- last means the last. Return the next page, nil after page 0.
   local PAGE = 16
   function queue.unthrottle_page(page)
     local longest = 0
@@ -620,9 +620,9 @@ do
 end
 
 -- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
--- all other endpoints), and those of the stage prefill as `prefill_caps` and `default_prefill_cap`. A found limit is at
--- most the limit that discovery gives (`base.caps`); a pinned limit replaces it, in each stage of its endpoint. Limits
--- in tokens become `token_caps` and `default_token_cap`: discovery limits requests. Prefills have no limits in tokens.
+-- all other endpoints); the limits of the stage prefill become `prefill_caps` and `default_prefill_cap`. A found limit
+-- is at most the limit from discovery (`base.caps`); a pinned limit replaces it in each stage of its endpoint. Limits
+-- in tokens become `token_caps` and `default_token_cap`; `caps` then has only discovery's limits, in requests.
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')

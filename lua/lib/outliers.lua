@@ -15,7 +15,7 @@
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- failures that an entry keeps
-  -- This many failures in a row eject an endpoint that has only one flow in flight, if others answer the flow.
+  -- If only one flow is in flight, this many failures in a row eject an endpoint, once another has answered the flow.
   local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
@@ -150,9 +150,9 @@ do
     if says_nothing then drop(address) else put(address, entry) end
   end
 
-  -- A full endpoint: limit its requests in flight for `hold_ms` (0: unknown) to the present number, less `mine`, the
-  -- requests that it just refused. After that time, raise the limit by one as a test. The time doubles each time the
-  -- endpoint is full again before it answers a request.
+  -- Limit the requests in flight of a full endpoint for `hold_ms` (0: unknown) to the present number, less `mine`, the
+  -- refused requests that are still counted there. Then raise the limit by one as a test. The time doubles each time
+  -- the endpoint is full again before it answers a request.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)

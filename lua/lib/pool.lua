@@ -178,7 +178,7 @@ end
 -- Records of running requests may be missing if this Redis server did not make the last change itself (its data was
 -- lost, the server restarted, or it was not the primary), or if a silent replica has returned. Replicas report every
 -- running request again, at the latest with its next renewal, which restores the missing records.
-local LONGER_MS = 10000 -- after the end of a lease, how long an outage journal may report its request
+local LONGER_MS = 10000 -- how long after its lease has ended a request may still be reported from an outage journal
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 

@@ -2,8 +2,8 @@
 -- Tenants' limits: charges requests to them, and says which requests must wait. A limit of `amount` units per `per_ms`
 -- is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): `owed` units leak at amount / per_ms, and a request
 -- that takes c units may start while owed + c <= `burst`. Requests are charged by estimate and corrected by usage, so
--- `owed` may pass `burst`. A budget counts what a calendar period has spent. The hash `balances` has the balances of
--- both and the requests in flight; a request's record has its charges. Uses nodes from lib/tenants.lua, reads and
+-- `owed` may pass `burst`. A budget counts the units spent in a calendar period. The hash `balances` has the amount
+-- used of each limit; a request's record has its charges. Uses nodes from lib/tenants.lua, reads and
 -- writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
 local quotas = {}
 do -- a chunk may have 200 locals
@@ -79,7 +79,7 @@ do -- a chunk may have 200 locals
     return era * 146097 + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100) + day - 719468
   end
 
-  -- Counts of requests in flight (0) are valid as long as tenants count without a break.
+  -- The period of counts of requests in flight (`name` 0) is `tenancy`: a new `tenancy` voids the counts.
   local function period_of(name)
     if name == 0 then return settings.tenancy or 1, math.huge end
     local days = math.floor(now_ms / DAY_MS)
@@ -132,7 +132,7 @@ do -- a chunk may have 200 locals
   end
 
   local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
-  -- Add `sign` times the amount of its unit to the used part of each of `limits`.
+  -- Add `sign` * `amounts[unit]` to the used amount of each limit in `limits`.
   local function add(limits, amounts, sign)
     local has_waiting = pool.queued > 0
     for i = 1, #limits do
@@ -184,11 +184,11 @@ do -- a chunk may have 200 locals
   -- A record keeps the request's charge: `charged_prompt` and `charged_answer` tokens, and in `charged` the limits that
   -- have charged them: for each its level in the tree, its unit and its period. So each limit charges and refunds a
   -- request once, however nodes change, and a change need not look at the waiting requests: a limit that has not
-  -- charged a request charges it when it starts. If `settings.tenancy` differs from the record's `tenancy`, tenants
-  -- have ceased to count meanwhile, and no limit charges the request any more. If `tenancy` is 0, the record has no
+  -- charged a request charges it when it starts. If `settings.tenancy` differs from the record's `tenancy`, tenants'
+  -- limits were switched off or on meanwhile, and the record's charges are void. If `tenancy` is 0, the record has no
   -- charge.
 
-  -- Return the nodes that count request r, with balances read; nil if none does.
+  -- Return the nodes that have balances for request r, after reading the balances; nil if there are none.
   local function nodes_of(r)
     if seen == r then return nodes end
     if r.tenancy == 0 then return nil end
@@ -205,7 +205,7 @@ do -- a chunk may have 200 locals
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
   local taken, weighed = {requests = 1, parallel = 1}, nil -- `weighed`: the request whose amounts `taken` has
-  -- Return what request r was charged, by unit.
+  -- Return the amounts that limits charge for request r, by unit.
   local function amounts_of(r)
     if weighed == r then return taken end
     local prompt, answer = r.charged_prompt, r.charged_answer
@@ -293,7 +293,7 @@ do -- a chunk may have 200 locals
     if suffices then starting = r end
   end
 
-  -- If the tenants of waiting request r get limits meanwhile, let these charge r, too.
+  -- Keep r's estimates in its record, so that limits that its tenants get while r waits can charge r.
   function quotas.wait(r)
     if r.tenancy > 0 then return end
     r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
@@ -313,8 +313,8 @@ do -- a chunk may have 200 locals
   end
 
   -- Return the highest member of r's path whose balance does not suffice for r, the ms until it does (infinite: until a
-  -- request ends), and whether r must not wait for it: it never will, because the limit was lowered, or the node no
-  -- longer lets requests wait; nil if r may start.
+  -- request ends), and whether r must not wait, because a lowered limit can never suffice or the node no longer lets
+  -- requests wait; nil if r may start.
   function quotas.lacking(r)
     local found = starting ~= r and nodes_of(r)
     local limits = found and tenants.charges(found, r).uncharged
@@ -343,9 +343,9 @@ do -- a chunk may have 200 locals
     starting = nil
   end
 
-  -- Note the usage of a request that `ended` ends next in this call. A negative `prompt`: the answer has at least
-  -- `answer` tokens, and more is not known.
-  local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; what its end adds
+  -- Note the reported usage of request r; `quotas.ended(r)` must follow in this call. If `prompt` is negative, the
+  -- prompt's tokens are unknown, and `answer` is a lower bound.
+  local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; amounts its end adds
   function quotas.used(r, prompt, cached, answer)
     if not nodes_of(r) or prompt < 0 and answer <= r.charged_answer then return end
     local former_prompt, former_answer = r.charged_prompt, r.charged_answer
@@ -375,7 +375,7 @@ do -- a chunk may have 200 locals
     else
       add(limits.running, change, 1)
     end
-    -- Nodes may have waited for the balance of this request.
+    -- Nodes may be throttled for this request: their next request may need less balance.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and limits.uncharged or {}
     for i = 1, #uncharged do quotas.ease(uncharged[i].node) end
     r.tenancy, seen = 0, nil
@@ -411,7 +411,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Of `limits` return the one with the least fraction left, its units left, and the ms until it is full.
+  -- Return the limit with the least fraction left, its units left, and the ms until nothing of it is used.
   local function least_left(limits)
     local most = limits[1]
     for i = 2, #limits do
@@ -419,12 +419,12 @@ do -- a chunk may have 200 locals
       if limit.owed / limit.burst > most.owed / most.burst then most = limit end
     end
     local owed, burst = most.owed, most.burst
-    -- The format %d rounds down: the time up to a whole ms.
+    -- The format %d rounds down; `+ 1 - RESIDUE` makes it round the time up.
     return most, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
   end
 
-  -- The balances that an answer's headers show: of the nodes `found`, for requests and for tokens, the limit with the
-  -- least fraction left. A text that begins with byte 31; '' without limits.
+  -- Return the text of the balances for an answer's headers, beginning with byte 31; '' without limits. It shows one
+  -- limit on requests and one on tokens: those of the nodes `found` with the least fraction left.
   function quotas.balances(found)
     local lists = found.shown
     if not (lists and lists[1]) then return '' end
@@ -489,7 +489,7 @@ do -- a chunk may have 200 locals
     if not cache_is_valid then next_wake_ms = nil end
   end
 
-  -- Make the counts of requests in flight void, and all charges; return the settings' `tenancy` from now on.
+  -- Void all charges and counts of requests in flight: return a new `tenancy`, which the caller puts in the settings.
   function quotas.restart()
     quotas.forget()
     return math.max((settings.tenancy or 1) + 1, now_ms)
@@ -510,8 +510,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Charge running requests to limits on requests in flight that were set after they started: about COUNTED requests,
-  -- from the `cursor` of a scan on. Return whether further calls must count more; the sweep makes them.
+  -- Charge running requests to limits on requests in flight that were set after the requests started. A call scans
+  -- from `cursor` on and finds about COUNTED running requests. Return whether the sweep must go on.
   local COUNTED, MOST_SCANNED = 16, 200
   function quotas.count_running(cursor)
     local running = math.max(read('ZCARD', key.inflight), 1)

@@ -112,10 +112,10 @@ do -- a chunk may have 200 locals
 
   local function add(list, it) list[#list + 1] = it end
 
-  -- Return the limits that request r's nodes (`found`) have, in lists: `charged` and `uncharged`, by whether they have
-  -- charged r; of the charged ones `running`, on requests in flight; of the uncharged ones `arrive`, which charge r
-  -- when it arrives; and `start`, all uncharged ones and the counts of the cost served. No node that demotes charges a
-  -- demoted request. Thousands of flows have such lists, so empty lists are one table.
+  -- Return the limits of request r's nodes (`found`) in lists. `charged`: limits that have charged r; `running`: the
+  -- charged limits on requests in flight; `uncharged`: limits that have not charged r; `arrive`: uncharged limits that
+  -- charge at arrival; `start`: uncharged limits and the counts of the cost served. Nodes that demote do not charge a
+  -- demoted request. Thousands of flows have such lists, so all empty lists are one table.
   local NONE = {}
   local function put(lists, name, limit)
     if lists[name] == NONE then lists[name] = {} end
@@ -148,7 +148,7 @@ do -- a chunk may have 200 locals
     return known and known[r.charged] or find_charges(found, r)
   end
 
-  -- Return a record's `charged` once `limits` also have charged it, or have refunded it (`sign` -1).
+  -- Return a record's field `charged` with the codes of `limits` added (charged) or, for `sign` -1, removed (refunded).
   function tenants.charged(charged, limits, sign)
     if limits.after or not limits[1] then return limits.after or charged end
     for i = 1, #limits do
@@ -164,9 +164,9 @@ do -- a chunk may have 200 locals
     return charged
   end
 
-  -- The settings of the flow's nodes that have limits or count the cost served, from the top. The field `shown` has a
-  -- list of the limits on requests and one of those on tokens, `charges` what `find_charges` returns, by the field
-  -- `charged` of a record.
+  -- The flow's nodes that have limits or count the cost served, from the top. The field `shown` has a list of the
+  -- limits on requests and a list of the limits on tokens. The field `charges` caches the results of `find_charges`,
+  -- by the field `charged` of a record.
   local function find_counting(flow)
     local of_requests, of_tokens = {}, {}
     local found = {shown = {}}

@@ -7,7 +7,7 @@
 
 local throttle = {}
 do
-  local MOST_BLOCKERS = 16 -- most endpoints that a call notes for a flow queue; the sweep also unthrottles it
+  local MOST_BLOCKERS = 16 -- endpoints that a call notes; for room on others, the sweep unthrottles the flow queue
   function throttle.add(band, flow_queue, tag)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('throttled', band, flow_queue, tag)

@@ -127,7 +127,7 @@ end
 -- counts then disagree, and ends the epoch. The next publish rebuilds every key that derives from the records of
 -- requests. Then replicas register their requests again, as after a FLUSHALL, which also restores lost records.
 do
-  local MOST_FILED = 10000 -- records; of more, a call drops this many, and replicas register their requests again
+  local MOST_FILED = 10000 -- records; if there are more, a call drops this many, and replicas register them again
   local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
   local LAST_BAND = 63
 
@@ -185,7 +185,7 @@ do
     return false
   end
 
-  -- Called if the numbers of records, leases and timers differ. Compare the three keys with the counters
+  -- Called if the number of records is not the sum of leases and timers. Compare these keys with the counters
   -- and return the lost key; nil if no counter is higher, since strays then cause the difference.
   local function lost_of_requests()
     local queued, stock = 0, 0

@@ -540,7 +540,7 @@ class World:
 
     def _may_expire(self, record: Record) -> bool:
         """Whether the request expired while a replica was silent: the request was queued again with its age,
-        and the turn of its flow came too late. With `extras` a request may expire without a fault."""
+        and the turn of its flow came too late. With `extras` any request may expire."""
         silent = any(
             fault.kind == "stop"
             and fault.lasts_s > SILENCE_S

@@ -156,7 +156,7 @@ async def fleet_of(servers: Servers, folder: Path, mode: str) -> AsyncIterator[t
 
 
 @pytest.mark.parametrize("mode", ["standard", "http"])
-async def test_long_prompts_reach_a_decode_server_with_a_prefill_server_which_clients_cannot_name(
+async def test_long_prompts_are_split_and_clients_cannot_choose_the_prefill_server(
     tmp_path: Path, mode: str
 ) -> None:
     async with (

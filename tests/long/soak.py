@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Sizes at `at_s` seconds after the load began. `replica_bytes`, `objects`: maximum over the replicas.
+    """Measurements at `at_s` s of the load. `replica_bytes`, `objects`: maximum over the replicas.
     `keys`: keys in Redis. `files`: open files of all replicas. `served`: requests served so far."""
 
     at_s: float

@@ -143,7 +143,7 @@ def burdens(
     limits: Mapping[str, float],
     shares: Mapping[str, float],
 ) -> dict[str, Burden]:
-    """Each endpoint's burden; the least is best. An endpoint at one of the `limits` is worse than any other.
+    """Each endpoint's burden; a request goes to the least. An endpoint at its limit in `limits` comes last.
 
     Without scores endpoints compare by the part of the limit in flight (`shares`), or by their requests in
     flight; with scores by weighted load minus score.

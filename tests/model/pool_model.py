@@ -98,7 +98,7 @@ class PoolModel:
 
     def mean_answer(self, flow: str, model: str) -> float:
         """The smoothed mean of answers' tokens, for the flow and model, else for the model, else the default.
-        The first answer sets a mean."""
+        The first answer's tokens become the mean."""
         default = float(self.moment.settings["default_answer"]), 0
         return self.means.get((flow, model), self.means.get((model, model), default))[0]
 

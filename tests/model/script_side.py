@@ -111,7 +111,7 @@ def flow_queue_of(entry: dict[str, str]) -> str:
 
 
 def balance(key: str, text: str, tenancy: int) -> tuple[float, ...]:
-    """The numbers of a field of the hash `balances` (docs/redis-schema.md); 0 for a count that is void."""
+    """The numbers of a field of the hash `balances` (docs/redis-schema.md); 0 for an outdated count."""
     kind = key.rpartition("\x1f")[2].partition(":")[0]
     if kind == "parallel":
         counted, count = text.split()

@@ -1,4 +1,4 @@
-"""The connection to Redis: batches, a lost library, an unavailable server, unsent ends of requests (G8)."""
+"""The connection to Redis: batches, lost functions, an unavailable server, unsent ends of requests (G8)."""
 
 import asyncio
 

@@ -248,7 +248,7 @@ def ordering(body: str) -> str:
     "never before a day ago": ("return -1e9", 86_430_000),
     "no number: as without": ("return float('nan')", 0),
 })  # fmt: skip
-def test_an_ordering_from_outside_says_when_a_request_is_due(
+def test_an_ordering_extension_sets_the_due_time_of_a_request(
     installed: Callable[..., None], body: str, early_ms: int
 ) -> None:
     installed(ordering(body), {"sooner": "EXTENSION"}, "orderings")
@@ -369,7 +369,7 @@ def test_caller_and_thread_survive_whatever_an_extension_raises(fault: BaseExcep
     "too few reasons": ("filters", "return ['bad']", "1 reasons for 3 endpoints"),
     "a mask": ("filters", "return [True, False, True]", "a reason is neither a text nor None"),
 })  # fmt: skip
-def test_a_result_of_another_form_is_left_out(
+def test_an_invalid_result_of_a_filter_or_scorer_is_ignored(
     installed: Callable[..., None], caplog: pytest.LogCaptureFixture, group: str, body: str, why: str
 ) -> None:
     installed(scorers({"odd": body}), {"odd": "EXTENSION_odd"}, group)

@@ -870,7 +870,7 @@ async def test_one_connection_cannot_take_all_streams_and_a_full_replica_reports
 
 
 async def test_a_peer_is_disconnected_unless_it_answers_keepalive_pings() -> None:
-    # The peer shares this event loop; if the loop pauses for longer than 0.02 s, no peer is disconnected.
+    # The peer runs on this event loop, too. After a pause of `pause_s` the server disconnects no peer.
     limits = Limits(silence_s=0.05, answer_s=0.3, pause_s=0.02)
     async with serving(limits=limits) as server, server.peer() as silent:
         await silent.next(PING)

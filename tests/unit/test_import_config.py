@@ -229,7 +229,7 @@ def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark()
     assert result.remarks == [f"plugins: {remark}"]
 
 
-def test_the_guide_of_llm_d_for_latency_objectives_of_both_stages_is_imported() -> None:
+def test_the_llm_d_config_with_latency_objectives_for_prefill_and_decode_is_imported() -> None:
     pair = {"type": "pd-slo-pair-optimizer", "parameters": {"ttftWeight": 0.8}}
     kinds = ("prefill-header-handler", "prefill-filter", "decode-filter", "prefix-cache-scorer")
     own = [("prefix-cache-scorer", 2), ("pd-slo-pair-optimizer", 3)]

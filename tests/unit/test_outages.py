@@ -309,7 +309,7 @@ async def test_the_request_of_a_client_that_leaves_as_redis_is_lost_is_not_place
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.UPSTREAM_FAILED])
-async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome) -> None:
+async def test_a_wait_in_the_shared_and_then_the_local_queue_is_counted_once(outcome: Outcome) -> None:
     # The stock is full, and the request waits in the shared queue.
     bench = Bench(FULL)
     task = await bench.wait_in_redis("r")

@@ -229,7 +229,7 @@ async def test_a_server_is_probed_between_rare_scrapes(bench: Bench) -> None:
         assert (first.interval_ms, first.before_ms) == (5000, None)
         await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
-        # A suspected server is scraped soon; the new reading has time and load of the previous scrape.
+        # A suspected server is scraped soon; the new reading repeats the previous scrape's time and load.
         scraper.suspect([server.address])
         await until(lambda: bench.newest[server.address].before_ms is not None)
         second = bench.newest[server.address]

@@ -121,7 +121,7 @@ class TenantTree:
     async def _set(
         self, request: Request, path: str, old: str, text: str, *, then: str = ""
     ) -> models.TenantChange:
-        """Store the live change `text`; '' removes the change, which puts the settings `then` in force."""
+        """Store the live change `text`; '' removes the change, and the settings `then` apply again."""
         former, node = (Node.of_shared(path, each) if each else None for each in (old, text or then))
         tree = self.tree().changed(path, node)
         if node is not None and (fault := await asyncio.to_thread(tree.fault_by, node)):

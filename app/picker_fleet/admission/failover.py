@@ -56,7 +56,7 @@ _PAUSED_S = 2.0  # the other replicas need longer to return to Redis without thi
 class FailoverTimes:
     """Time limits in seconds. `newcomer_s`: a replica that joined fewer seconds ago starts an outage without
     budget, because peers may not know this replica. `peers_wait_s`: a resync waits this long for peers to
-    publish the ends that those peers received. A replica in the state RESYNCING waits `max_resync_s` for all
+    publish the completions that they received. A replica in the state RESYNCING waits `max_resync_s` for all
     peers to resync, and `straggler_s` for a late peer that is still live. `report_s` is the access log's
     interval between entries of a running request.
     """

@@ -110,8 +110,8 @@ class FlowQueue(Generic[R]):
     Under `workload-aware` (spec 001) the highest score is served first: wait_weight * min(wait / wait_cap, 1)
     + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the
     oldest request of each workload competes. Below the wait cap all scores grow at the same speed, so the
-    heap `growing` sorts by a constant, arrival - g * wait_cap / wait_weight. The heap `static` sorts the
-    other requests by -score.
+    heap `growing` sorts by a constant, arrival - g * wait_cap / wait_weight. The heap `static` sorts
+    requests whose score does not grow, by -score.
     """
 
     def __init__(self, context: Context, levels: Sequence[Level]) -> None:

@@ -40,7 +40,7 @@ _UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts 
 # for 3.5 s. An overloaded server can take longer (half a minute has been reported of vLLM), but then all its
 # tokens are late, too, and new requests should go elsewhere until it answers again.
 _SILENT = 3
-SILENCE = "no page within"  # the first words of the fault of a request without an answer
+SILENCE = "no page within"  # a reading's `fault` begins with this if the server did not answer in time
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # first pause after a fault, in seconds; the pause then doubles
 _SUSPECTED_S = 3.0  # seconds for which one call of `Scraper.suspect` has effect

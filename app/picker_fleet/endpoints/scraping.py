@@ -155,7 +155,7 @@ class ScrapingTask:
             speak_s=self._look_s,
             meter=meter,
         )
-        # A replica's silence shows at the look after another replica's next message, within one heartbeat.
+        # Silence is measured up to the newest message of any replica, and noticed within one heartbeat.
         self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
         self._assigned_version = ""  # the version of the endpoints that were last assigned
         self._assignment = Assignment(())

@@ -142,7 +142,7 @@ class NotificationPoller:
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
 
     async def _poll(self) -> int:
-        """Deliver the notifications. Returns how many notifications no wake-up had delivered."""
+        """Deliver the notifications in Redis. Returns the number of those that were not yet delivered."""
         found = 0
         with contextlib.suppress(StateFault):
             for notification in await self._store.notifications():

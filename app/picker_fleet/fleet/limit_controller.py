@@ -144,7 +144,7 @@ class LimitController:
         self.endpoints: dict[str, EndpointLimit] = {}
         self._trial: _Trial | None = None
         self._ended: tuple[float, int] | None = None  # time and count of completed requests at the last look
-        self._rate = 0.0  # requests that end a second, for each request in flight
+        self._rate = 0.0  # completions per second, per request in flight
         self._next_factor = 2.0  # factor of the next trial: doubling at first
         self._trial_pause_s = _FIRST_PAUSE_S
 

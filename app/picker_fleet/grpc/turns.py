@@ -56,7 +56,7 @@ class Turns:
         self._renewing = self._ticking = False
 
     def ask(self, worker: Worker) -> None:
-        """Let a connection with new work do it: now, or in a later step, after the connections before it."""
+        """Give a connection with new work a turn: now, or later if the step is used up or lower tags wait."""
         if worker.queued:
             return
         line, tag = self._place(worker)

@@ -37,9 +37,9 @@ class _Answer(NamedTuple):
 
 
 class _Endpoint:
-    """The last answers of one endpoint to requests of one path and model, except refusals (4xx); its `score`
-    of odd answers; its `good` answers since its last refusal; its odd refusals since its last good answer, by
-    flow."""
+    """One endpoint's last answers to requests of one path and model, except refusals (4xx). Odd answers raise
+    `score`, good answers lower it. `good` counts the good answers since the last refusal, `refusals` the odd
+    refusals of each flow since the last good answer."""
 
     def __init__(self) -> None:
         self.answers: deque[_Answer] = deque(maxlen=_KEPT)

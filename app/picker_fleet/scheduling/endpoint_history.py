@@ -236,7 +236,7 @@ class PrefixIndex:
         self._followed[address] = block_tokens, self._clock() + _FOLLOWED_S
 
     def followed(self, address: str) -> int:
-        """The tokens of a block of the engine at `address`; 0 if its KV events are not read."""
+        """Tokens per block of the engine at `address`; 0 if no replica reads its KV events."""
         block_tokens, until_s = self._followed.get(address, (0, 0.0))
         return block_tokens if block_tokens and self._clock() < until_s else 0
 

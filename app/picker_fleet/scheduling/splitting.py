@@ -9,7 +9,7 @@ answers. `auto` takes the choice that adds less predicted waiting time, over all
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
-few requests take the other choice, so that both stay known.
+few requests take the other choice, to keep both predictions current.
 """
 
 from collections.abc import Callable

@@ -77,7 +77,7 @@ class TokenPrefixes:
         self._paused: dict[str, float] = {}  # address -> time until which it is not asked
         self._block_tokens = 0  # tokens of each block in `_ends`
         self._ends: OrderedDict[bytes, float] = OrderedDict()  # block of a prompt -> tokens up to its end
-        self._by_link: OrderedDict[bytes, bytes] = OrderedDict()  # link -> joined blocks that end there
+        self._by_link: OrderedDict[bytes, bytes] = OrderedDict()  # link -> hashes of prompt blocks
         self._signed_s: dict[str, float] = {}
         routes.on_tokens = self._learn
 

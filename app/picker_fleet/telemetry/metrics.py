@@ -524,7 +524,7 @@ class _Cell:
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
         self.total = 0.0
-        self.text: bytes | None = None  # text of the series; dropped at the next observation
+        self.text: bytes | None = None  # cached text of the series, until the next observation
 
 
 class Histograms(Family):

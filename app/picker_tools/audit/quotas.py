@@ -6,7 +6,7 @@ and a request may start if its units and they are at most `burst`. All buckets a
 - `charged`: a request was charged its estimate: at its arrival to nodes that reject or demote, at its grant
   to all limits that have not charged it. Each must have had the estimate left. While the request is
   `running`, new limits on requests in flight charge it. Nodes that demote do not charge a demoted request.
-- `used`: the usage replaces the estimate. The tokens are used, so the units owed may pass `burst`.
+- `used`: the usage replaces the estimate. The tokens are spent already, so the units owed may exceed `burst`.
 - `refunded`: a request was not served, or returned to the queue (then only nodes that queue refund it).
 - `topped_up`: an operator lowered the used part of a limit or budget; a replica raised it after a loss.
 

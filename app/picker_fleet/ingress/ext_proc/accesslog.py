@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
-_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the project's Envoy logs failed attempts, and answers
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # a failed attempt, or an answer with PLACED_HEADER
 FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
 # The tag with the time, in µs, from the first byte sent to the endpoint to the first byte of the answer's
@@ -122,7 +122,7 @@ class Collector:
         self, data: bytes, trust: Callable[[], object] = lambda: None
     ) -> tuple[Sequence[bytes], bool]:
         """Handle one StreamAccessLogsMessage, which has no answer. A malformed message is dropped, so that
-        the stream continues. If this replica is cut off, the stream ends: Envoy opens another elsewhere.
+        the stream continues. If this replica is cut off, the stream ends: Envoy then reopens it elsewhere.
         Calls `trust` if the fleet signed the token of an entry, which only a gateway knows."""
         try:
             message = als_pb2.StreamAccessLogsMessage.FromString(data)
@@ -230,7 +230,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
             accounting_token.prefill_of(token)[0] != ""
             and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
         )
-        sent_bytes = entry.response.response_body_bytes if status == 200 else 0  # not of a session (101)
+        sent_bytes = entry.response.response_body_bytes if status == 200 else 0  # 0 for a WebSocket (101)
         return Alive(request_id, served, token, is_prefilled, sent_bytes)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
