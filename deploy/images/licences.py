@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.markers import Marker
 
+_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.9"}  # of the images (Dockerfile)
 _ENTRY = re.compile(r"^(?P<name>[\w.-]+)==[^ ]+(?: ; (?P<marker>.*?))? \\$", re.MULTILINE)
 _HEAD = """# Licences
 
@@ -38,7 +39,7 @@ def main() -> None:
     images: dict[str, list[str]] = {}
     for lock in map(Path, sys.argv[1:]):
         for found in _ENTRY.finditer(lock.read_text()):
-            if found["marker"] is None or Marker(found["marker"]).evaluate():
+            if found["marker"] is None or Marker(found["marker"]).evaluate(_PYTHON):
                 images.setdefault(found["name"], []).append(lock.stem)
     print(_HEAD)
     for name in sorted(images):

@@ -38,7 +38,8 @@ _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers, which cannot be to
 
 # A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
-_NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
+# Not possessive: before Python 3.11.5 a possessive group keeps a part of its last try (gh-106052).
+_NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # end of a chunk that ends within a string: nothing, or half an escape
 _MODEL = b'"model"'
