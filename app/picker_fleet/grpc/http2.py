@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self.blocked: OrderedDict[int, GrpcStream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this flag
         self.starting: OrderedDict[int, GrpcStream] = OrderedDict()
-        self.trusted_since_s = -math.inf
+        self.last_trusted_s = -math.inf
         self.line: Line | None = None
         self.tag, self.queued = 0.0, False
         self._transport: Any = None
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
     @property
     def trusted(self) -> bool:
         """Whether a handler has answered or trusted the peer lately: its messages make sense."""
-        return self.loop.time() - self.trusted_since_s < self._limits.trusted_s
+        return self.loop.time() - self.last_trusted_s < self._limits.trusted_s
 
     # Called by asyncio.
 

@@ -45,7 +45,7 @@ class Link(Protocol):
     silent: int  # open streams without a first message
     # Streams with a first message, whose handlers are to start, in order of arrival.
     starting: "OrderedDict[int, GrpcStream]"
-    trusted_since_s: float  # loop time at which a handler last answered or trusted the peer
+    last_trusted_s: float  # loop time at which a handler last answered or trusted the peer
     send_window: int
     initial_send_window: int  # of new streams
     paused: bool  # whether the peer has stopped reading
@@ -155,7 +155,7 @@ class GrpcStream:
             self._reader.set_exception(error)
 
     def trust(self) -> None:
-        self.connection.trusted_since_s = self.connection.loop.time()
+        self.connection.last_trusted_s = self.connection.loop.time()
 
     async def relay(self, answer: Relay) -> bytes | None:
         """Works like `Stream.relay`, without waking a task for each message. Raises the errors of `read`,
@@ -458,9 +458,8 @@ class Peers:
         self.cancelled: set[asyncio.Task[None]] = set()
         self.turns = Turns(limits.step_work, limits.strangers_work)
         self._loop = asyncio.get_running_loop()
-        self._silent: OrderedDict[GrpcStream, None] = (
-            OrderedDict()
-        )  # streams with no first message, oldest first
+        # Streams without a first message, oldest first.
+        self._silent: OrderedDict[GrpcStream, None] = OrderedDict()
         self._unused: OrderedDict[Link, None] = OrderedDict()
         self._idle: OrderedDict[Link, None] = OrderedDict()
         self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
