@@ -29,7 +29,7 @@ local function set_tenants(args)
       if string.sub(path, -1) == '*' then
         changes_default = true
       elseif settings.tenants then
-        quotas.ease({path = path, over_limit = 'queue'})
+        quotas.ease({path = path, kind = {over_limit = 'queue'}})
       end
     end
     quotas.forget()

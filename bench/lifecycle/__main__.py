@@ -3,12 +3,14 @@
 The exit status is 1 if a limit is not met.
 """
 
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
 from bench.lifecycle.fleets import measure_fleets
+from bench.lifecycle.leaves import measure_leaves
 from bench.lifecycle.replay import LifecycleCost, baseline, measure_lifecycle, upkeep_us
 from bench.lifecycle.workload import BATCH, MANY, Size, Workload
 from bench.rig.report import describe_run, options_parser, table, write_page
@@ -24,6 +26,7 @@ _GROWTH = 1.7
 _LIMITED_US = 15  # what limits of tenants may add to a request
 _LONGEST_US = 5000
 _BYTES = 500
+_LEAF_BYTES = 200
 _SMALL = Size()
 
 
@@ -121,6 +124,21 @@ def _upkeep(redis_server: Server, queued: int, rounds: int) -> Iterator[Row]:
         yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
 
 
+def _leaves(known: int) -> Iterator[Row]:
+    """Measure many leaves of tenants on Valkey and, if Debian's redis-server is installed, on this server."""
+    for binary in ("", shutil.which("redis-server")):
+        if binary is None:
+            continue
+        with server(binary) as redis_server:
+            leaf_bytes, calls_us = measure_leaves(redis_server, known)
+            on = f"{known} leaves, 10 000 active, {redis_server.kind}"
+        over = sum(us > _LONGEST_US for us in calls_us)
+        yield Row(f"{on}: memory of a leaf", leaf_bytes, _LEAF_BYTES, "bytes")
+        yield Row(f"{on}: longest call but one in 1000", calls_us[-len(calls_us) // 1000], _LONGEST_US, "us")
+        yield Row(f"{on}: of {len(calls_us)} calls longer than {_LONGEST_US} us", over, float("inf"), "")
+        yield Row(f"{on}: longest call", calls_us[-1], float("inf"), "us")
+
+
 def _keys_left(redis_server: Server, requests: int) -> Row:
     """Count the unexpected keys in Redis after `requests` requests have ended."""
     state = Workload(redis_server, _SMALL, 0)
@@ -154,6 +172,7 @@ def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:
     most, ended, crowd, rounds = (100_000, 20_000, 5000, 1) if quick else (1_000_000, 50_000, 50_000, _ROUNDS)
     yield from _measure(redis_server, most, rounds)
     yield from _upkeep(redis_server, crowd, min(rounds, 2))
+    yield from _leaves(most // 10)
     yield _keys_left(redis_server, ended)
 
 

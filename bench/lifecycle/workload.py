@@ -78,7 +78,7 @@ class Workload(ScriptPool):
         for _ in range(requests // batch):
             self._running.extend(self.admit(batch, batch))
             ending = [self._running.popleft() for _ in range(batch)]
-            self._go_on(self.settle(ending, _USAGE if self._size.limited else b"")[1])
+            self._go_on(self.settle(ending, USAGE if self._size.limited else b"")[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Call the script `sweep` until it finds nothing more to do, but at most `most` times."""
@@ -157,7 +157,7 @@ class Workload(ScriptPool):
 
 
 _FIRST = "10.0.0.0:8000"
-_USAGE = PACKED_USAGE.pack(90, 0, 40)
+USAGE = PACKED_USAGE.pack(90, 0, 40)
 _TOKENS = '{"unit":"tokens","amount":1e12,"per_ms":60000}'
 _LIMITS = (
     *("acme", f'{{"limits":[{_TOKENS}],"max_parallel":1e6}}'),

@@ -53,7 +53,9 @@ class Server:
     def kind(self) -> str:
         """The server's name, version and allocator."""
         info = self.client.info()
-        return f"Valkey {info['valkey_version']} with {info['mem_allocator']}"
+        valkey = info.get("valkey_version")
+        name = f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}"
+        return f"{name} with {info['mem_allocator']}"
 
     def cpu_us(self) -> float:
         return cpu_ns([self.pid]) / 1000
@@ -161,7 +163,10 @@ def granted_ids(grants: Sequence[bytes]) -> list[str]:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Server]:
-    """Run a Valkey, set as in a local fleet, until the `with` block ends."""
-    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), *VALKEY_SETTINGS) as it:
+def server(binary: str = "") -> Iterator[Server]:
+    """Run a Valkey, or the server `binary`, set as in a local fleet, until the `with` block ends."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redis_server(Path(folder), *VALKEY_SETTINGS, binary=binary) as it,
+    ):
         yield Server(it.port, it.process.pid)

@@ -83,21 +83,22 @@ do -- a chunk may have 200 locals
     return score < other_score or (score == other_score and member < other)
   end
 
-  local function read_scored(name)
-    local front = read('ZRANGE', name, 0, expected - 1, 'WITHSCORES')
+  local function read_scored(name, most)
+    local front = read('ZRANGE', name, 0, most - 1, 'WITHSCORES')
     local count = #front
     for i = 2, count, 2 do front[i] = tonumber(front[i]) end
-    front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * expected, front[count - 1], front[count]
+    front.at, front.whole, front.end_member, front.end_score = 1, count < 2 * most, front[count - 1], front[count]
     front.back, front.scores, front.first, front.last = {}, {}, 1, 0
     fronts[name] = front
     return front
   end
 
-  -- The front as it was read: member, score, member, score ... The caller must not change the list.
-  function read_ahead.scored_front(name)
+  -- The front as it was read, at most `most` members: member, score, member, score ... The caller must not change the
+  -- list.
+  function read_ahead.scored_front(name, most)
     local front = fronts[name]
     if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
-    return read_scored(name)
+    return read_scored(name, most or expected)
   end
 
   -- The first member of the set and its score, or nil.

@@ -21,12 +21,12 @@ do -- a chunk may have 200 locals
   local function want(found, count)
     found.read_in = calls
     local at_ms = now_us / 1000
-    for i = 1, #found do
-      local balances = found[i].balances
-      if balances.read_in ~= calls then
-        balances.read_in = calls
-        for j = 1, #balances do
-          local limit = balances[j]
+    for i = 1, #found.nodes do
+      local node = found.nodes[i]
+      if node.read_in ~= calls then
+        node.read_in = calls
+        for j = 1, #node do
+          local limit = node[j]
           local owed, rate = limit.stored, limit.rate
           if owed and rate then
             owed = owed - (at_ms - limit.stored_ms) * rate
@@ -126,17 +126,17 @@ do -- a chunk may have 200 locals
   -- Nodes that in this call got balance back, lost a waiting request or were changed: their next request may fit now.
   local eased, eased_count = {}, 0
   function quotas.ease(node)
-    if node.eased_in == calls or node.over_limit ~= 'queue' then return end
+    if node.eased_in == calls or node.kind.over_limit ~= 'queue' then return end
     node.eased_in, eased_count = calls, eased_count + 1
     eased[eased_count] = node
   end
 
   local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
-  -- Add `sign` * `amounts[unit]` to the used amount of each limit in `limits`.
-  local function add(limits, amounts, sign)
+  -- Add `sign` * `amounts[unit]` to the used amount of each limit at `positions` in the list `found`.
+  local function add(found, positions, amounts, sign)
     local has_waiting = pool.queued > 0
-    for i = 1, #limits do
-      local limit = limits[i]
+    for i = 1, #positions do
+      local limit = found[positions[i]]
       local amount = sign * amounts[limit.unit]
       if amount ~= 0 then
         local owed = limit.owed + amount
@@ -146,7 +146,7 @@ do -- a chunk may have 200 locals
           limit.changed_in, changed_count = calls, changed_count + 1
           changed[changed_count] = limit
         end
-        if has_waiting and amount < 0 and limit.node then quotas.ease(limit.node) end
+        if has_waiting and amount < 0 and limit.unit ~= 'served' then quotas.ease(limit.node) end
       end
     end
   end
@@ -159,13 +159,13 @@ do -- a chunk may have 200 locals
       local limit = changed[i]
       entry[n + 1], entry[n + 2] = limit.field, encode(limit)
       n = n + 2
-      limit.stored, limit.stored_ms, limit.changed_in = limit.owed, at_ms, nil
+      limit.stored, limit.stored_ms, limit.changed_in = limit.owed, at_ms, 0
     end
     entry.n, changed_count = n, 0
   end
   quotas.commit = store_balances
 
-  local seen, nodes -- the request whose nodes were looked up last, and the nodes
+  local seen, balances -- the request whose balances were looked up last, and the balances
   -- Forget the nodes' settings and balances.
   function quotas.forget()
     store_balances()
@@ -188,16 +188,16 @@ do -- a chunk may have 200 locals
   -- limits were switched off or on meanwhile, and the record's charges are void. If `tenancy` is 0, the record has no
   -- charge.
 
-  -- Return the nodes that have balances for request r, after reading the balances; nil if there are none.
-  local function nodes_of(r)
-    if seen == r then return nodes end
+  -- Return the balances of request r's nodes (tenants.counting), after reading them; nil if there are none.
+  local function balances_of(r)
+    if seen == r then return balances end
     if r.tenancy == 0 then return nil end
     local tenancy = settings.tenancy or 1
     if r.tenancy ~= tenancy then r.tenancy, r.charged = tenancy, '' end
     local found = tenants.counting[r.flow]
     if #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
-    seen, nodes = r, found
+    seen, balances = r, found
     return found
   end
 
@@ -215,23 +215,24 @@ do -- a chunk may have 200 locals
     return taken
   end
 
-  -- Whether all of `limits` suffice for request r.
-  local function suffice(limits, r)
+  -- Whether the limits at `positions` in the list `found` suffice for request r.
+  local function suffice(found, positions, r)
     local amounts = amounts_of(r)
-    for i = 1, #limits do
-      local limit = limits[i]
+    for i = 1, #positions do
+      local limit = found[positions[i]]
       if limit.burst - limit.owed + RESIDUE < amounts[limit.unit] then return false end
     end
     return true
   end
 
-  -- Return the limit among `limits` of a node for which request r must wait longest, the ms until it suffices (infinite
-  -- for requests in flight), and whether r is larger than the limit's burst; nil if all of them suffice.
-  local function lack(node, limits, r)
+  -- Return the limit of a node, among those at `positions` in the list `found`, for which request r must wait longest,
+  -- the ms until it suffices (infinite for requests in flight), and whether r is larger than the limit's burst; nil if
+  -- all of them suffice.
+  local function lack(node, found, positions, r)
     local worst, worst_ms
     local amounts = amounts_of(r)
-    for i = 1, #limits do
-      local limit = limits[i]
+    for i = 1, #positions do
+      local limit = found[positions[i]]
       local amount, left = amounts[limit.unit], limit.burst - limit.owed
       if limit.node == node and amount > limit.burst + RESIDUE then return limit, math.huge, true end
       if limit.node == node and left + RESIDUE < amount then
@@ -250,23 +251,24 @@ do -- a chunk may have 200 locals
     log_event(event, r, nil, nil, r.demoted == 1 and text .. ' demoted' or text)
   end
 
-  -- Charge request r to `limits`, a list of `tenants.charges`; with `sign` -1 refund it.
-  local function charge(r, limits, sign, phase)
-    add(limits, amounts_of(r), sign)
-    r.charged = tenants.charged(r.charged, limits, sign)
+  -- Charge request r to the limits at `positions`, a list of `tenants.charges`; with `sign` -1 refund it.
+  local function charge(r, found, positions, sign, phase)
+    add(found, positions, amounts_of(r), sign)
+    r.charged = tenants.charged(found.shape, r.charged, positions, sign)
     if settings.log_max > 0 then log_charge(sign > 0 and 'charged' or 'refunded', r, phase) end
   end
 
   local LONGEST_RETRY_S = 31 * 86400
   -- A limit does not suffice for an arriving request: return a refusal, or note that the request is demoted.
   local function exceed(found, r)
-    for _, node in ipairs(found) do
-      local limit, wait_ms, is_over_burst = lack(node, node.limits, r)
-      if limit and node.over_limit == 'demote' then
+    local uncharged = tenants.charges(found.shape, r).uncharged
+    for _, node in ipairs(found.nodes) do
+      local limit, wait_ms, is_over_burst = lack(node, found, uncharged, r)
+      if limit and limit.over_limit == 'demote' then
         r.demoted = 1
       elseif is_over_burst then
         return 'refused ' .. REFUSED.OVER_BURST .. ' 0' .. described(node, limit)
-      elseif limit and (node.over_limit == 'reject' or settings.queue_enabled == 0) then
+      elseif limit and (limit.over_limit == 'reject' or settings.queue_enabled == 0) then
         local retry_s = wait_ms < math.huge and math.ceil(wait_ms / 1000 - RESIDUE) or 1
         return 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. math.max(1, math.min(retry_s, LONGEST_RETRY_S))
           .. described(node, limit)
@@ -283,13 +285,13 @@ do -- a chunk may have 200 locals
     if #found == 0 then return nil end
     if found.read_in ~= calls then prefetch(found) end
     r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
-    local limits = tenants.charges(found, r)
-    local suffices = suffice(limits.uncharged, r)
+    local lists = tenants.charges(found.shape, r)
+    local suffices = suffice(found, lists.uncharged, r)
     local refusal = not suffices and exceed(found, r)
     if refusal then return refusal .. quotas.balances(found) end
-    if r.demoted == 1 then limits, r.band = tenants.charges(found, r), BANDS[#BANDS] end
-    r.tenancy, seen, nodes = settings.tenancy or 1, r, found
-    if limits.arrive[1] or settings.log_max > 0 then charge(r, limits.arrive, 1, 'arrival') end
+    if r.demoted == 1 then lists, r.band = tenants.charges(found.shape, r), BANDS[#BANDS] end
+    r.tenancy, seen, balances = settings.tenancy or 1, r, found
+    if lists.arrive[1] or settings.log_max > 0 then charge(r, found, lists.arrive, 1, 'arrival') end
     if suffices then starting = r end
   end
 
@@ -308,38 +310,30 @@ do -- a chunk may have 200 locals
 
   -- Undo the charge of a request that is refused after `arrive`.
   function quotas.refused(r)
-    local found = nodes_of(r)
-    if found then charge(r, tenants.charges(found, r).charged, -1, 'arrival') end
+    local found = balances_of(r)
+    if found then charge(r, found, tenants.charges(found.shape, r).charged, -1, 'arrival') end
   end
 
   -- Return the highest member of r's path whose balance does not suffice for r, the ms until it does (infinite: until a
   -- request ends), and whether r must not wait, because a lowered limit can never suffice or the node no longer lets
   -- requests wait; nil if r may start.
   function quotas.lacking(r)
-    local found = starting ~= r and nodes_of(r)
-    local limits = found and tenants.charges(found, r).uncharged
-    if not limits or suffice(limits, r) then return nil end
-    for _, node in ipairs(found) do
-      local limit, wait_ms, is_over_burst = lack(node, limits, r)
-      if limit then return member_of(node, r), wait_ms, is_over_burst or node.over_limit ~= 'queue' end
+    local found = starting ~= r and balances_of(r)
+    local uncharged = found and tenants.charges(found.shape, r).uncharged
+    if not uncharged or suffice(found, uncharged, r) then return nil end
+    for _, node in ipairs(found.nodes) do
+      local limit, wait_ms, is_over_burst = lack(node, found, uncharged, r)
+      if limit then return member_of(node, r), wait_ms, is_over_burst or limit.over_limit ~= 'queue' end
     end
   end
 
   -- Charge a request that starts to the limits that have not charged it; with `sign` -1 undo the charge of the nodes
   -- that queue, since the request returns to the queue.
   function quotas.start(r, sign)
-    local found = nodes_of(r)
+    local found = balances_of(r)
     if not found then return end
-    local lists = tenants.charges(found, r)
-    local limits = lists.start
-    if sign < 0 then
-      limits = {}
-      for _, limit in ipairs(lists.charged) do
-        if limit.node.over_limit == 'queue' then limits[#limits + 1] = limit end
-      end
-      for _, node in ipairs(found) do limits[#limits + 1] = node.served end
-    end
-    charge(r, limits, sign, 'grant')
+    local lists = tenants.charges(found.shape, r)
+    charge(r, found, sign > 0 and lists.start or lists.restart, sign, 'grant')
     starting = nil
   end
 
@@ -347,7 +341,7 @@ do -- a chunk may have 200 locals
   -- prompt's tokens are unknown, and `answer` is a lower bound.
   local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; amounts its end adds
   function quotas.used(r, prompt, cached, answer)
-    if not nodes_of(r) or prompt < 0 and answer <= r.charged_answer then return end
+    if not balances_of(r) or prompt < 0 and answer <= r.charged_answer then return end
     local former_prompt, former_answer = r.charged_prompt, r.charged_answer
     if prompt < 0 then prompt, cached = former_prompt, 0 end
     local cost, former_cost = prompt + answer, former_prompt + former_answer
@@ -365,19 +359,19 @@ do -- a chunk may have 200 locals
   -- End the charge of a request: correct the charge by its usage; without usage, refund the charge of a request that
   -- ended `unserved`.
   function quotas.ended(r, unserved)
-    local found = nodes_of(r)
+    local found = balances_of(r)
     if not found then return end
-    local limits = tenants.charges(found, r)
+    local lists = tenants.charges(found.shape, r)
     if corrected == r then
-      add(limits.charged, change, 1)
+      add(found, lists.charged, change, 1)
     elseif unserved and r.charged ~= '' then
-      charge(r, limits.charged, -1, 'all')
+      charge(r, found, lists.charged, -1, 'all')
     else
-      add(limits.running, change, 1)
+      add(found, lists.running, change, 1)
     end
     -- Nodes may be throttled for this request: their next request may need less balance.
-    local uncharged = record.is_waiting(r) and pool.queued > 0 and limits.uncharged or {}
-    for i = 1, #uncharged do quotas.ease(uncharged[i].node) end
+    local uncharged = record.is_waiting(r) and pool.queued > 0 and lists.uncharged or {}
+    for i = 1, #uncharged do quotas.ease(found[uncharged[i]].node) end
     r.tenancy, seen = 0, nil
   end
 
@@ -388,7 +382,8 @@ do -- a chunk may have 200 locals
     prefetch(tenants.counting[path])
     local served = node.served and exact(node.served.owed) or ''
     local told = {path, from and (is_change and 1 or 0) or '', from or '', text or '', served, wait}
-    for _, limit in ipairs(node.limits) do
+    for i = 1, #node.kind.limits do
+      local limit = node[i]
       local granted = limit.owed
       local reset_ms = limit.rate and granted / limit.rate or limit.unit == 'budget' and ms_left(limit.per) or 0
       local numbers = {limit.amount or limit.burst, limit.burst, limit.burst - granted, reset_ms}
@@ -403,38 +398,43 @@ do -- a chunk may have 200 locals
   function quotas.top_up(path, unit, per, amount)
     local node = tenants.node(path)
     prefetch(tenants.counting[path])
-    for _, limit in ipairs(node.limits) do
+    for _, limit in ipairs(node) do
       if limit.unit == unit and tostring(limit.per) == per then
-        add({limit}, {[unit] = amount}, -1)
+        add({limit}, {1}, {[unit] = amount}, -1)
         return limit.burst - limit.owed
       end
     end
   end
 
-  -- Return the limit with the least fraction left, its units left, and the ms until nothing of it is used.
-  local function least_left(limits)
-    local most = limits[1]
-    for i = 2, #limits do
-      local limit = limits[i]
-      if limit.owed / limit.burst > most.owed / most.burst then most = limit end
+  -- Return the position, of those in the list `positions`, of the limit with the least fraction left, its units left,
+  -- and the ms until nothing of it is used.
+  local function least_left(found, positions)
+    local at = positions[1]
+    local most = found[at]
+    for i = 2, #positions do
+      local limit = found[positions[i]]
+      if limit.owed / limit.burst > most.owed / most.burst then at, most = positions[i], limit end
     end
     local owed, burst = most.owed, most.burst
     -- The format %d rounds down; `+ 1 - RESIDUE` makes it round the time up.
-    return most, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
+    return at, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
   end
 
   -- Return the text of the balances for an answer's headers, beginning with byte 31; '' without limits. It shows one
-  -- limit on requests and one on tokens: those of the nodes `found` with the least fraction left.
+  -- limit on requests and one on tokens: those in the list `found` with the least fraction left.
   function quotas.balances(found)
-    local lists = found.shown
-    if not (lists and lists[1]) then return '' end
-    local limit, left, reset_ms = least_left(lists[1])
-    if not lists[2] then return string.format(limit.shown_as, left, reset_ms) end
-    local other, other_left, other_reset_ms = least_left(lists[2])
-    local format = limit.shown_with[other]
+    local shape = found.shape
+    local lists = shape.shown
+    if not lists[1] then return '' end
+    local at, left, reset_ms = least_left(found, lists[1])
+    local constants = shape[at]
+    if not lists[2] then return string.format(constants.shown_as, left, reset_ms) end
+    local other_at, other_left, other_reset_ms = least_left(found, lists[2])
+    local other = shape[other_at]
+    local format = constants.shown_with[other]
     if not format then
-      format = limit.shown_as .. ';' .. string.sub(other.shown_as, 2)
-      limit.shown_with[other] = format
+      format = constants.shown_as .. ';' .. string.sub(other.shown_as, 2)
+      constants.shown_with[other] = format
     end
     return string.format(format, left, reset_ms, other_left, other_reset_ms)
   end
@@ -442,7 +442,7 @@ do -- a chunk may have 200 locals
   -- The balances of request r's nodes, and whether r was demoted.
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
-    local found = nodes_of(r)
+    local found = balances_of(r)
     if not found then r.tenancy = 0 end -- no limit can charge a placed request: its record needs no estimate
     local text = found and quotas.balances(found) or ''
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
@@ -503,8 +503,8 @@ do -- a chunk may have 200 locals
     for _, r in ipairs(records) do
       if r.tenancy == former and record.read(r.id) then
         r.tenancy = settings.tenancy
-        local found = nodes_of(r)
-        if found then add(tenants.charges(found, r).running, taken, 1) end
+        local found = balances_of(r)
+        if found then add(found, tenants.charges(found.shape, r).running, taken, 1) end
         record.put(r)
       end
     end
@@ -523,12 +523,12 @@ do -- a chunk may have 200 locals
       if runs and r.tenancy == 0 then
         r.charged_prompt, r.charged_answer, r.charged, r.demoted, r.tenancy = 0, 0, '', 0, settings.tenancy or 1
       end
-      local found, bounds = runs and nodes_of(r), {}
-      for _, limit in ipairs(found and tenants.charges(found, r).uncharged or {}) do
-        if limit.unit == 'parallel' then bounds[#bounds + 1] = limit end
+      local found, bounds = runs and balances_of(r), {}
+      for _, position in ipairs(found and tenants.charges(found.shape, r).uncharged or {}) do
+        if found[position].unit == 'parallel' then bounds[#bounds + 1] = position end
       end
       if bounds[1] then
-        charge(r, bounds, 1, 'running')
+        charge(r, found, bounds, 1, 'running')
         record.put(r)
       end
     end
@@ -551,10 +551,10 @@ do -- a chunk may have 200 locals
       if looked_at < MOST_OLD and not is_recent then
         looked_at = looked_at + 1
         local node = tenants.node(path or '')
-        local is_idle = not (node.served and node.served.field == field)
-        for _, limit in ipairs(node.limits) do
-          local owed = node.balances.read_in == calls and limit.owed or decode(limit, texts[i])
-          if limit.field == field then is_idle = owed == 0 end
+        local is_idle = true
+        for _, limit in ipairs(node) do
+          local owed = node.read_in == calls and limit.owed or decode(limit, texts[i])
+          if limit.field == field then is_idle = owed == 0 and limit ~= node.served end
         end
         if is_idle then defer_write('HDEL', key.balances, field) end
       end

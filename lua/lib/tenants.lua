@@ -10,7 +10,7 @@ do -- a chunk may have 200 locals
   local separator -- of the cached paths
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
-  local nodes, nodes_known = {}, 0 -- path -> its settings
+  local nodes, nodes_known = {}, 0 -- path -> its node
   local weights = {} -- member -> its weight, or false
 
   -- Forget paths of another separator. Each call and each change of settings calls this function.
@@ -52,22 +52,24 @@ do -- a chunk may have 200 locals
   function tenants.parent(member) return parents[member] or find_parent(member) end
 
   -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
-  -- those for all nodes of its level (*/*).
+  -- those for all nodes of its level (*/*). Nodes with the same settings share a kind, which has the settings'
+  -- constants; a node and its limits have only what changes.
   local PERIODS = {day = true, week = true, month = true}
   local UNITS = {requests = true, tokens = true, prompt_tokens = true, answer_tokens = true}
-  local function parse_node(path, text)
-    local node = {path = path, over_limit = 'queue', limits = {}, balances = {}}
+  local function parse_kind(level, text)
+    local kind = {over_limit = 'queue', limits = {}}
     local valid, found = pcall(cjson.decode, text or '{}')
     if not valid or type(found) ~= 'table' then
       strays = strays + 1
-      return node
+      return kind
     end
-    node.weight, node.over_limit = tonumber(found.weight), found.over_limit or 'queue'
-    local function add(limit, kind)
-      limit.field, limit.node, limit.code = joined(path, kind), node, #tenants.paths(path) .. kind .. ','
+    kind.weight, kind.over_limit = tonumber(found.weight), found.over_limit or 'queue'
+    local function add(limit, name)
+      limit.name, limit.code, limit.over_limit = name, level .. name .. ',', kind.over_limit
       local shown_unit = limit.unit == 'requests' and 'requests' or 'tokens'
       limit.shown_as, limit.shown_with = string.format('\31%s=%d,%%d,%%d', shown_unit, limit.burst), {} -- formats
-      node.limits[#node.limits + 1], node.balances[#node.balances + 1] = limit, limit
+      limit.__index = limit -- the limits of nodes inherit from this table
+      kind.limits[#kind.limits + 1] = limit
     end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
       local amount, per_ms = tonumber(each.amount), tonumber(each.per_ms)
@@ -81,7 +83,7 @@ do -- a chunk may have 200 locals
     if type(budget) == 'table' and PERIODS[budget.period] and tonumber(budget.units) then
       add({unit = 'budget', per = budget.period, burst = tonumber(budget.units)}, 'budget:' .. budget.period)
     end
-    return node
+    return kind
   end
 
   -- Return the JSON of a node's settings, the path that has the settings, and whether an operator gave them; nil
@@ -97,14 +99,29 @@ do -- a chunk may have 200 locals
     end
   end
 
+  local own_kinds, shared_kinds = {}, {} -- the name of settings -> their kind, of the node of this name, of others
+  local SERVED = {unit = 'served', name = 'served', code = ''} -- the cost served, which nodes with own settings count
+  SERVED.__index = SERVED
+
+  local function new_balance(node, constants)
+    local field = joined(node.path, constants.name)
+    local balance = {node = node, field = field, owed = 0, stored = false, stored_ms = 0, changed_in = 0}
+    return setmetatable(balance, constants)
+  end
+
+  -- A node is the list of its limits and, if it has one, its count `served`.
   function tenants.node(path)
     local node = nodes[path]
     if node then return node end
     local text, from = tenants.settings_of(path)
-    node = parse_node(path, text)
+    local kinds, name = from == path and own_kinds or shared_kinds, from or ''
+    local kind = kinds[name] or parse_kind(#tenants.paths(path), text)
+    kinds[name] = kind
+    node = {path = path, kind = kind, read_in = 0, eased_in = 0}
+    for i, constants in ipairs(kind.limits) do node[i] = new_balance(node, constants) end
     if from == path then
-      node.served = {unit = 'served', field = joined(path, 'served')}
-      node.balances[#node.balances + 1] = node.served
+      node.served = new_balance(node, SERVED)
+      node[#node + 1] = node.served
     end
     nodes[path], nodes_known = node, nodes_known + 1
     return node
@@ -112,47 +129,75 @@ do -- a chunk may have 200 locals
 
   local function add(list, it) list[#list + 1] = it end
 
-  -- Return the limits of request r's nodes (`found`) in lists. `charged`: limits that have charged r; `running`: the
-  -- charged limits on requests in flight; `uncharged`: limits that have not charged r; `arrive`: uncharged limits that
-  -- charge at arrival; `start`: uncharged limits and the counts of the cost served. Nodes that demote do not charge a
-  -- demoted request. Thousands of flows have such lists, so all empty lists are one table.
-  local NONE = {}
-  local function put(lists, name, limit)
-    if lists[name] == NONE then lists[name] = {} end
-    add(lists[name], limit)
+  -- A shape is the list of the balances' constants of a flow's nodes, from the top. Thousands of flows have one shape,
+  -- which says by position in the list what they have in common. The field `shown` has a list of the limits on requests
+  -- and a list of the limits on tokens; `charges` and `charges_of_demoted` cache the results of `find_charges` by the
+  -- field `charged` of a record.
+  local shapes -- the shape of a flow without balances; each shape's `wider` has the shapes with one node more
+  local function new_shape(constants)
+    local shape = {wider = {}, charges = {}, charges_of_demoted = {}, shown = {}}
+    local of_requests, of_tokens = {}, {}
+    for i, each in ipairs(constants) do
+      shape[i] = each
+      if each.rate then add(each.unit == 'requests' and of_requests or of_tokens, i) end
+    end
+    if of_requests[1] then add(shape.shown, of_requests) end
+    if of_tokens[1] then add(shape.shown, of_tokens) end
+    return shape
   end
 
-  local function find_charges(found, r)
-    local lists = {charged = NONE, running = NONE, uncharged = NONE, arrive = NONE, start = NONE}
-    for _, node in ipairs(found) do
-      for _, limit in ipairs(node.limits) do
-        if string.find(r.charged, limit.code, 1, true) then
-          put(lists, 'charged', limit)
-          if limit.unit == 'parallel' then put(lists, 'running', limit) end
-        elseif not (r.demoted == 1 and node.over_limit == 'demote') then
-          put(lists, 'uncharged', limit)
-          put(lists, 'start', limit)
-          if node.over_limit ~= 'queue' then put(lists, 'arrive', limit) end
-        end
-      end
-      if node.served then put(lists, 'start', node.served) end
+  -- The shape of a flow whose nodes are those of `shape`, and `node`.
+  local function widened(shape, node)
+    local found = shape.wider[node.kind]
+    if not found then
+      local constants = {unpack(shape)}
+      for _, each in ipairs(node.kind.limits) do add(constants, each) end
+      if node.served then add(constants, SERVED) end
+      found = new_shape(constants)
+      shape.wider[node.kind] = found
     end
-    local known = r.demoted == 1 and 'charges_of_demoted' or 'charges'
-    found[known] = found[known] or {}
-    found[known][r.charged] = lists
+    return found
+  end
+
+  -- Return the positions of request r's limits in lists. `charged`: limits that have charged r; `running`: charged
+  -- limits on requests in flight; `uncharged`: limits that have not charged r; `arrive`: uncharged limits that charge
+  -- at arrival; `start`: uncharged limits and the counts of the cost served; `restart`: limits and counts that a start
+  -- has charged. Nodes that demote do not charge a demoted request.
+  local function find_charges(shape, r)
+    local lists = {charged = {}, running = {}, uncharged = {}, arrive = {}, start = {}, restart = {}}
+    for i, constants in ipairs(shape) do
+      if constants == SERVED then
+        add(lists.start, i)
+        add(lists.restart, i)
+      elseif string.find(r.charged, constants.code, 1, true) then
+        add(lists.charged, i)
+        if constants.unit == 'parallel' then add(lists.running, i) end
+        if constants.over_limit == 'queue' then add(lists.restart, i) end
+      elseif not (r.demoted == 1 and constants.over_limit == 'demote') then
+        add(lists.uncharged, i)
+        add(lists.start, i)
+        if constants.over_limit ~= 'queue' then add(lists.arrive, i) end
+      end
+    end
     return lists
   end
 
-  function tenants.charges(found, r)
-    local known = found[r.demoted == 1 and 'charges_of_demoted' or 'charges']
-    return known and known[r.charged] or find_charges(found, r)
+  function tenants.charges(shape, r)
+    local known = shape[r.demoted == 1 and 'charges_of_demoted' or 'charges']
+    local lists = known[r.charged]
+    if not lists then
+      lists = find_charges(shape, r)
+      known[r.charged] = lists
+    end
+    return lists
   end
 
-  -- Return a record's field `charged` with the codes of `limits` added (charged) or, for `sign` -1, removed (refunded).
-  function tenants.charged(charged, limits, sign)
-    if limits.after or not limits[1] then return limits.after or charged end
-    for i = 1, #limits do
-      local code = limits[i].code or '' -- a count of the cost served has none
+  -- Return a record's field `charged` with the codes of the limits at `positions` added (charged) or, for `sign` -1,
+  -- removed (refunded).
+  function tenants.charged(shape, charged, positions, sign)
+    if positions.after or not positions[1] then return positions.after or charged end
+    for i = 1, #positions do
+      local code = shape[positions[i]].code
       if sign > 0 then
         charged = charged .. code
       else
@@ -160,25 +205,23 @@ do -- a chunk may have 200 locals
         charged = string.sub(charged, 1, first - 1) .. string.sub(charged, last + 1)
       end
     end
-    limits.after = charged
+    positions.after = charged
     return charged
   end
 
-  -- The flow's nodes that have limits or count the cost served, from the top. The field `shown` has a list of the
-  -- limits on requests and a list of the limits on tokens. The field `charges` caches the results of `find_charges`,
-  -- by the field `charged` of a record.
+  -- Return the list of the balances of a flow's nodes, from the top; `nodes` has the nodes that have balances, `shape`
+  -- the flow's shape.
   local function find_counting(flow)
-    local of_requests, of_tokens = {}, {}
-    local found = {shown = {}}
+    local found, shape = {nodes = {}, shape = shapes, read_in = 0}, shapes
     for _, path in ipairs(tenants.paths(flow)) do
       local node = tenants.node(path)
-      for _, limit in ipairs(node.limits) do
-        if limit.rate then add(limit.unit == 'requests' and of_requests or of_tokens, limit) end
+      if node[1] then
+        add(found.nodes, node)
+        for _, balance in ipairs(node) do add(found, balance) end
+        shape = widened(shape, node)
       end
-      if #node.balances > 0 then add(found, node) end
     end
-    if of_requests[1] then add(found.shown, of_requests) end
-    if of_tokens[1] then add(found.shown, of_tokens) end
+    found.shape = shape
     tenants.counting[flow] = found
     return found
   end
@@ -187,7 +230,8 @@ do -- a chunk may have 200 locals
   -- `counting` caches the results of `find_counting`, by flow.
   local FIND = {__index = function(_, flow) return find_counting(flow) end}
   function tenants.forget()
-    nodes, nodes_known, weights = {}, 0, {}
+    nodes, nodes_known, weights, own_kinds, shared_kinds = {}, 0, {}, {}, {}
+    shapes = new_shape({})
     tenants.counting = setmetatable({}, FIND)
   end
 
@@ -196,7 +240,7 @@ do -- a chunk may have 200 locals
     local weight = weights[member]
     if weight == nil then
       local path = tenants.is_inner(member) and string.sub(member, 1, -2) or member
-      local found = tenants.node(path).weight
+      local found = tenants.node(path).kind.weight
       weight = found and bands.clamp(found, LEAST_WEIGHT, MOST_WEIGHT) or false
       weights[member] = weight
     end
