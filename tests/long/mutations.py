@@ -109,11 +109,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that fails is refunded twice", "lua/lib/quotas.lua",
-        "charge(r, limits.charged, -1, 'all')", "charge(r, limits.charged, -2, 'all')", _TENANTS,
+        "charge(r, found, lists.charged, -1, 'all')", "charge(r, found, lists.charged, -2, 'all')", _TENANTS,
     ),
     Mutation(
         "a tenant that no longer queues charges again at the start", "lua/lib/tenants.lua",
-        "if string.find(r.charged, limit.code, 1, true) then", "if false then", _TENANTS,
+        "elseif string.find(r.charged, constants.code, 1, true) then", "elseif false then", _TENANTS,
     ),
     Mutation(
         "a new bound does not count the running requests", "lua/lib/quotas.lua",
