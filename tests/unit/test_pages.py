@@ -101,11 +101,11 @@ SENTENCES = [
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking",
      f"each endpoint is probed every {pacing.PROBE_S:g} s, and every {pacing.REST_PROBE_S:g} s at rest"),
-    ("picking", f"a bound of work ({endpoint_page._MOST_WORK // 2**20} MiB"),
-    ("picking", f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB"),
+    ("picking", f"At most {endpoint_page._MOST_WORK // 2**20} MiB of a page"),
+    ("picking", f"remembers the first {history.MAX_PROMPT_BYTES // 1024} KB"),
+    ("protocol", f"cut into blocks of {history.BLOCK_BYTES} bytes"),
     ("picking", f"keeps {spaced(history.MAX_BLOCKS)} blocks, at most 125 MB"),
     ("picking", f"else {spaced(history.BLOCKS_PER_ENDPOINT)} blocks."),
-    ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
     ("guarantees", f"{len(TABLE)} cases from headers"),
 ]  # fmt: skip
 
