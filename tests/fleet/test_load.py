@@ -64,16 +64,10 @@ def test_no_client_notices_killed_replicas_of_a_fleet_that_option_own_starts_and
     assert [child for child in children if "picker-load-" in str(child.cmdline())] == []
 
 
-def test_a_broken_promise_ends_with_exit_status_1(here: Any, load: Any, tmp_path: Path) -> None:
-    # The SLO demands first tokens sooner than the model servers can produce them.
-    where = ("--state-file", str(here.state_file), "--duration", "4")
-    status, said = load("steady", *where, "--slo-ttft", "0.005")
-    assert status == 1, said
-    assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
+def test_a_running_fleet_keeps_the_promises_of_a_steady_load(here: Any, load: Any, tmp_path: Path) -> None:
+    status, said = load("steady", "--state-file", str(here.state_file), "--duration", "4")
     found = verdicts(tmp_path)
-    # Only the SLO is broken; the same load keeps every other promise.
-    assert [name for name, verdict in found.items() if verdict == "broken"] == ["slo-ttft"]
-    assert {found["no-errors"], found["one-answer"], found["at-rest"]} == {"held"}
+    assert (status, found["no-errors"], found["one-answer"], found["at-rest"]) == (0, *("held",) * 3), said
 
 
 def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, load: Any) -> None:

@@ -28,7 +28,7 @@ from picker_fleet.admin.examples import EXAMPLES
 from picker_fleet.cli import main
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import ConfigError
-from picker_tools.load import generator, result
+from picker_tools.load import command, generator, result
 from picker_tools.load.checks import check_promises
 from picker_tools.load.fleet import OwnFleet, check_url
 from picker_tools.load.generator import Answer, Client, Kind, Load, Request
@@ -393,9 +393,7 @@ def test_a_broken_promise_is_reported_with_the_evidence(
     assert len(promises["no-errors"]["cases"]) == 2
     assert summary["ends"]["503 rejected-saturated"] == 1
     # The terminal shows one line for each promise, and the cases of a broken promise.
-    from picker_tools.load.report import show
-
-    show(check_promises(evidence))
+    assert command.write_report(evidence, tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split()[1] for line in lines if line.startswith("held")]
     assert kept[:2] == ["nothing-expires", "one-answer"]

@@ -73,7 +73,6 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("stock-in-bounds", run(samples=(sample(1.0), sample(1.25, stock=9))), "9 of 8.8"),
     ("stock-in-bounds", run(samples=(sample(1.0), sample(1.25, upper=4.0), sample(1.5, upper=4.0, stock=9))),
      "in 3 samples; 1 violations\nat 1.50 s: 9 of 4"),
-    ("slo-ttft", run(plan=replace(run().plan, slo_ttft_p95_s=0.05)), "0.100 s is above 0.05 s"),
     ("no-errors", first("steady", answer("client-1", status=500)), "500"),
     ("no-errors", first("steady", refusal("client-1")), "rejected-saturated"),
     ("no-errors", first("replica-crash", answer("client-1", fault="cut")), "cut"),

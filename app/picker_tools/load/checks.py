@@ -60,7 +60,6 @@ EXPIRED = "rejected-ttl-expired"
 _LATE_S = 1.0  # a client gets an answer within this time after the request's TTL (G5)
 RECOUNTED_S = 10.0  # two access-log intervals: a Redis back empty then counts all running requests
 _LATENESS_S = 0.25  # requests sent later than this, in seconds, make the load differ from the plan
-_FEW = 20  # fewest answers with which an objective is checked
 
 
 def one_answer(run: RunResult) -> Promise:
@@ -177,17 +176,6 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
     **{name: (says, partial(audited, name)) for name, says in AUDITED.items()},
     "load-as-planned": ("the load generator sends each request on time", load_as_planned),
 }
-
-
-def _first_tokens_within(limit_s: float, run: RunResult) -> Promise:
-    """The 95th percentile of the served streams' times to the first token is at most `limit_s`."""
-    streams = (each for each in run.answers if each.served and each.request.streamed)
-    times_s = sorted(each.first_s for each in streams if each.first_s is not None)
-    if len(times_s) < _FEW:
-        return unknown(f"{len(times_s)} answers are too few")
-    p95_s = quantile(times_s, 0.95)
-    text = f"p95 of {len(times_s)} answers is {p95_s:.3f} s"
-    return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
 
 
 _NEAR = 0.9  # a flow must get this fraction of its fair share, less _EDGE requests
@@ -395,11 +383,6 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 
 
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
-    """Check the promises of the scenario, then the plan's objective, if any, then the general promises."""
-    wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
-    plan = run.plan
-    if plan.slo_ttft_p95_s is not None:
-        says = f"95 % of first tokens come within {plan.slo_ttft_p95_s:g} s"
-        wanted.append(("slo-ttft", says, partial(_first_tokens_within, plan.slo_ttft_p95_s)))
-    wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
-    return tuple(replace(check(run), name=name, says=says) for name, says, check in wanted)
+    """Check the promises of the scenario, then the general promises."""
+    wanted = {**{name: SCENARIO_CHECKS[name] for name in run.scenario.promises}, **GENERAL_CHECKS}
+    return tuple(replace(check(run), name=name, says=says) for name, (says, check) in wanted.items())

@@ -53,7 +53,6 @@ class ProgressView:
 
 _INTERRUPTED = 130
 _LONGEST_S = 600.0
-_SECONDS = decimal("number of seconds", _LONGEST_S)
 _MAX_REQUESTS = 100_000
 
 
@@ -71,13 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=whole_number(1), metavar="N", help="of the fleet to start (default: 3)")
     add("--endpoints", type=whole_number(1), metavar="N", help="of the fleet to start (default: 4)")
     add("--mode", choices=MODES, help="of the fleet to start (default: lean)")
-    add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
+    seconds = decimal("number of seconds", _LONGEST_S)
+    add("--duration", type=seconds, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
     about = "requests a second of all sources (default: by the fleet's capacity)"
     add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)
     most = whole_number(1, _MAX_REQUESTS)
     add("--max-requests", type=most, default=20_000, metavar="N", help="stop after N (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
-    add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
 
 
@@ -97,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         max_requests=args.max_requests,
         rate_per_s=args.rate,
-        slo_ttft_p95_s=args.slo_ttft,
     )
     report = args.report or Path("load-reports") / scenario.name
     try:
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         evidence = uvloop.run(_run(args, plan, folder, shown))
     if evidence is None:
         return _INTERRUPTED
-    return _report(evidence, report)
+    return write_report(evidence, report)
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
@@ -183,7 +181,7 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
     return found
 
 
-def _report(evidence: RunResult, report: Path) -> int:
+def write_report(evidence: RunResult, report: Path) -> int:
     """Write the report of the run and print the verdicts. Returns the exit status."""
     from picker_tools.load import report as reports  # matplotlib takes long to import
 

@@ -95,7 +95,6 @@ class Plan:
     seed: int
     max_requests: int
     rate_per_s: float | None = None
-    slo_ttft_p95_s: float | None = None
 
 
 _LOW_TTL_S = 8.0
