@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -144,10 +145,11 @@ def documented_user(name: str) -> str:
 def redis_server(
     folder: Path, *options: str, binary: str = "", tls: "Pair | None" = None, **asking: Any
 ) -> Iterator[Server]:
-    """Start a server (Valkey by default) with `options`, and wait until it answers. With `tls` the server
-    accepts only TLS, from clients with the same certificate. `asking`: options of redis-py's connections."""
+    """Start a server with `options`, and wait until it answers. The server's program is `binary`, else the
+    one that the environment variable PICKER_TEST_SERVER names, else Valkey. With `tls` the server accepts
+    only TLS, from clients with the same certificate. `asking`: options of redis-py's connections."""
     folder.mkdir(parents=True, exist_ok=True)
-    binary = binary or valkey_binary()
+    binary = binary or os.environ.get("PICKER_TEST_SERVER") or valkey_binary()
     if tls is not None:
         cert, key = str(tls.cert), str(tls.key)
         secure = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert)

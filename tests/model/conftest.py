@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from script_backends import real_server
+from redis_servers import redis_server
 from script_side import TEXT, ScriptSide
 
 TIMEOUT_S = 10
@@ -14,7 +14,7 @@ TIMEOUT_S = 10
 def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSide]:
     """The scripts on a server of their own, which they may flush."""
     with (
-        real_server(tmp_path_factory.mktemp("valkey")) as server,
+        redis_server(tmp_path_factory.mktemp("valkey")) as server,
         redis.Redis.from_url(server.url, socket_timeout=TIMEOUT_S, **TEXT) as client,
     ):
         yield ScriptSide(client)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import redis
 from direct_calls import DirectPool
-from script_backends import real_server
+from redis_servers import Server, redis_server
 from script_fleet import OpenFleet, running
 
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -18,8 +18,15 @@ _POOLS = itertools.count(1)
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the server on which the guarantees are tested. The tests fail if Valkey is not installed."""
-    with real_server(tmp_path_factory.mktemp("valkey")) as server:
+    with redis_server(tmp_path_factory.mktemp("valkey")) as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A separate server, for tests that change the server's settings."""
+    with redis_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from proxy import proxy_to
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis_servers import LOOPBACK, Server
-from script_backends import real_server
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.admission.failover import FailoverState
@@ -35,13 +34,6 @@ REFUSING = {  # error -> the error's kind; the commands that provoke and end it 
     "READONLY": ("elsewhere", f"REPLICAOF {LOOPBACK} 1", "REPLICAOF NO ONE"),
     "NOREPLICAS": ("elsewhere", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A separate server, because the tests change the server's settings."""
-    with real_server(tmp_path_factory.mktemp("valkey")) as it:
-        yield it
 
 
 class Watched:

@@ -1,24 +1,16 @@
 """A Redis server that is out of memory refuses new requests and still serves admitted requests."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from redis_servers import Server
-from script_backends import real_server
 from script_fleet import Fleet, ask, asked, ended, running, until
 
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ExpiredTtl, WritesRefused
 
 ROOM = 400_000  # bytes of memory for waiting requests
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with real_server(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
 
 
 class Clients:
