@@ -382,14 +382,18 @@ do -- a chunk may have 200 locals
     prefetch(tenants.counting[path])
     local served = node.served and exact(node.served.owed) or ''
     local told = {path, from and (is_change and 1 or 0) or '', from or '', text or '', served, wait}
+    local lacks_place = false
     for i = 1, #node.kind.limits do
       local limit = node[i]
       local granted = limit.owed
+      lacks_place = lacks_place or limit.unit == 'parallel' and limit.burst - granted + RESIDUE < 1
       local reset_ms = limit.rate and granted / limit.rate or limit.unit == 'budget' and ms_left(limit.per) or 0
       local numbers = {limit.amount or limit.burst, limit.burst, limit.burst - granted, reset_ms}
       told[#told + 1], told[#told + 2] = limit.unit, limit.per
       for _, number in ipairs(numbers) do told[#told + 1] = exact(number) end
     end
+    -- A leaf that waits for the end of a request may also wait for its flow's limit, or for an endpoint.
+    if wait == '0' and not lacks_place then told[6] = '' end
     return told
   end
 

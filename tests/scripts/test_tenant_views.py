@@ -110,6 +110,18 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         assert not [key for key in samples(a.metrics) if key[0] == "epp_tenant_remaining"]
 
 
+@pytest.mark.parametrize(("most", "waits"), [(1, True), (2, False)])
+async def test_a_leaf_that_waits_for_its_flows_limit_does_not_wait_for_its_tenants_limit(
+    fleet: OpenFleet, most: int, waits: bool
+) -> None:
+    async with fleet("a", upper_per=9, tenants=TENANTS) as (_, a):
+        views, _ = await views_of(a, Node(path="acme/k", max_parallel_requests=most))
+        for name in ("runs", "queued"):
+            await a.admit(name, flow="acme/k", limit=1)
+        leaf = await node(views, "acme/k")
+        assert (leaf.queued, leaf.waits, leaf.waits_s) == (1, waits, None)
+
+
 async def test_a_top_up_whose_reply_was_lost_counts_once(fleet: OpenFleet, valkey_url: str) -> None:
     async with proxy_to(valkey_url) as proxy, fleet("a", through={"a": proxy.url}, tenants=TENANTS) as (_, a):
         await views_of(a, Node(path="acme", budget=Budget(units=100.0, period="month")))

@@ -75,6 +75,9 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
         "refunded r grant 5 10 15, granted r, charged r grant 5 10 15, placed r",
         None,
     ),
+    "one of its nodes has lost its limit when a request is refunded": (
+        f"{starts('r')}, tenant acme/search/k1 {{}}, upstream_failed r, refunded r all 5 10 15", None
+    ),
     "a refused request is refunded": (
         f"charged r arrival 5 10 15, refused r, refunded r arrival 5 10 15, {starts('s')}",
         None,

@@ -261,6 +261,7 @@ class Quotas(Check):
                 charge.limits.remove(kind)
         charge.entries.pop(phase, None)
         if phase != _GRANT:
+            charge.limits.clear()  # limits that nodes have lost since the charge cannot be refunded
             del self._charges[entry.request]
 
     def _top_up(self, entry: Entry) -> None:

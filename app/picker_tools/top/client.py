@@ -40,6 +40,9 @@ class AdminClient:
         # Ignore proxies from the environment: a proxy would see the token.
         self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False, headers=headers, verify=verify)
 
+    async def close(self) -> None:
+        await self._http.aclose()
+
     async def events(self) -> AsyncIterator[Event]:
         """Yields each second a snapshot, or the reason why there is none; also new decisions, if logged."""
         rest = b""

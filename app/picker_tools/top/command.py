@@ -271,6 +271,9 @@ class Top(App[None]):
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self.exit(return_code=143))
         self.run_worker(self._follow())
 
+    async def on_unmount(self) -> None:
+        await self._admin.close()
+
     async def _follow(self) -> None:
         """Read the API's events, and reconnect whenever the event stream ends."""
         while True:
