@@ -1,8 +1,8 @@
 -- include: dispatch
--- Remove notifications from the caller's inbox: the grant has placed these requests (lib/dispatch.lua), and the caller
--- has read their endpoints.
+-- Remove from the calling replica's inbox the notifications of requests that their grant has placed (lib/dispatch.lua),
+-- since the replica has read the requests' endpoints.
 --
--- Guarantees: notifications of other attempts remain. Repeating a call changes nothing.
+-- Guarantees: a notification of another attempt stays. Repeating a call changes nothing.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt

@@ -2,9 +2,9 @@
 -- Admit a batch of arriving requests: place each at once (bypass), queue or refuse it; adopt requests already known.
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
--- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival takes over a known request
--- only if flow, model and body are equal too: clients choose ids, so an id alone proves nothing. A refused or expired
--- request leaves no record; if its call is repeated, the request counts as two arrivals of its workload.
+-- endpoint, and the calling replica becomes its owner, so repeating a call changes nothing (G6, G7). An arrival takes
+-- over a known request only if flow, model and body are equal too: clients choose ids, so an id alone proves nothing. A
+-- refused or expired request leaves no record; if its call is repeated, its workload counts two arrivals.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
@@ -22,9 +22,9 @@
 --     31 and 'UNIT PER_MS PATH' of the tenant's limit, then byte 31 and the balances (quotas.balances)
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
--- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream
--- brings it. A record r without an attempt was restored from an access log; Envoy already has its placement and never
--- sends r again.
+-- Whether an arrival with the id of request r is r itself: flow, model and body digest are equal, whichever stream
+-- brings the arrival. A record without an attempt was restored from an access log: Envoy already knows the request's
+-- endpoint, and never sends the request again.
 local function is_same(r, arrival)
   return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
     and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
@@ -44,7 +44,7 @@ local function adopt(r, arrival, turn, picks)
       tag = queue.insert(r)
     end
     r.any_endpoint = arrival.candidates == endpoints.ANY and arrival.prefill == ''
-    notifications.withdraw(r.owner, r.id) -- drop the notification of an earlier request
+    notifications.withdraw(r.owner, r.id) -- drop a notification about an earlier request with this id
     record.put(r)
     log_event('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
@@ -53,12 +53,12 @@ local function adopt(r, arrival, turn, picks)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
     -- Two streams know the endpoint of request r, and the pool cannot tell which stream Envoy still uses: a suspended
-    -- replica may resend a request that Envoy gave up long ago. So neither stream can cancel r: only the end of r or of
-    -- its lease removes r.
+    -- replica may resend a request that Envoy gave up long ago. So neither stream can cancel r: r stays until its end
+    -- is reported or its lease ends.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then
       r.attempt = string.match(attempt, '%..*') or ''
     end
-    notifications.withdraw(old_owner, r.id) -- this reply names the endpoint
+    notifications.withdraw(old_owner, r.id) -- no longer needed: this reply names the endpoint
     record.put(r)
     return stages.placed(r) .. ' adopted'
   end
@@ -117,7 +117,7 @@ local function bypass(r, turn, picks)
   return reply
 end
 
-local last_left_ms, last_queued -- most TTLs are equal, and formatting a number takes as long as a command
+local last_left_ms, last_queued -- cached: most TTLs are equal, and formatting costs as much as a command
 local function queued_for(left_ms)
   if left_ms ~= last_left_ms then last_left_ms, last_queued = left_ms, 'queued ' .. left_ms end
   return last_queued
@@ -160,7 +160,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED.INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- With fewer than max_flows queued requests there are fewer flow queues: do not count them.
+  -- Count the flow queues only if at least max_flows requests wait: else there are fewer flow queues than max_flows.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
     and count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED.TOO_MANY_FLOWS)
@@ -179,9 +179,9 @@ local function arrive(r, turn, picks)
   return queued_for(left_ms)
 end
 
--- The arrival number of a request of this age. A replica's clock counts ms, so requests of one call often have equal
--- ages: number those in the order of the call (G4).
-local counts = {} -- time of arrival in us -> number of this call's requests with an age that arrived then
+-- The arrival number of a request that has waited for `age_ms` at a replica. A replica's clock counts ms, so requests
+-- of one call often have equal ages: number such requests in the order of the call (G4).
+local counts = {} -- time of arrival in us -> number of this call's requests that waited at a replica since that time
 local function arrival_us(age_ms)
   if age_ms > 0 then
     local arrived = math.floor(now_us - age_ms * 1000 + 0.5)

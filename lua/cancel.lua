@@ -4,8 +4,8 @@
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a former owner never ends an adopted
 -- request (G7). A request that was placed before another stream took it over cannot be cancelled. Repeating a call
 -- changes nothing (G6). An expiry does not end a request that was granted in time (G5). The reason `unclaimed` ends
--- only a grant whose endpoint the caller does not know yet. A failover may lose Redis's last writes; then the queue may
--- grant a request again that was already served. Without `unclaimed` that grant's stock would stay taken for a lease.
+-- only a grant whose endpoint the caller does not know yet. If a failover loses Redis's last writes, the queue may
+-- grant a request again that was already served: `unclaimed` releases that grant's stock before its lease ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);

@@ -1,5 +1,5 @@
 -- include: storage
--- One replica stores a snapshot of all flow queues for the fleet. Return the snapshot, or let the caller make it.
+-- One replica stores a snapshot of all flow queues for the fleet. Return the snapshot, or let the caller make one.
 --
 -- Guarantees: while the claim of one replica is valid, no other replica gets a claim.
 --

@@ -7,12 +7,12 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] the batch's number: a replica sends its next batch for an hour only after the reply to the former
+-- args[2] the batch's number: a replica sends its next batch for an hour only after the reply to the last
 -- args[3] the hour, in hours since 1970
 -- args[4] 1: the replica stops after this batch; else 0
 -- args[5] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
 --
--- Returns 'counted', or 'known' for a repeated batch. In both cases stores `NUMBER TIME_MS STOPS` for the replica.
+-- Returns 'counted', or 'known' for a repeated batch. Either call stores `args[2] TIME_MS args[4]` for the replica.
 
 local ROW, FIRST, FIGURES = 8, 5, 6
 local MOST_ROWS = 100000
@@ -48,7 +48,7 @@ local function add_usage(name, args, length)
   return added
 end
 
--- Store that the hour has `rows` rows, and remove hours beyond the bounds.
+-- Store that the hour has `rows` rows, and remove the oldest hours beyond MOST_IN_ALL rows and KEPT_HOURS.
 local function note_usage_hour(hour, rows)
   local found, hours, total = read('HGETALL', key.usage_hours), {}, rows
   for i = 1, #found, 2 do

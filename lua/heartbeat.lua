@@ -12,8 +12,8 @@
 -- args[3] silence_ms: a replica without a heartbeat for this long counts as gone
 -- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new key, then the keys it holds
 -- args[5] the variant key that it knows, '' for none
--- args[6] and args[7] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
---   monotonic clock); none: unknown
+-- args[6] and args[7] the epoch and the now_us that its last heartbeat returned; the replica adds to now_us the time
+--   since then, by its monotonic clock; none: unknown
 --
 -- Returns {epoch, notifications, attempts, served, was_known (0: the replica was silent, is new, or its info was lost),
 --   leader (1: it publishes), live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks),
@@ -21,7 +21,7 @@
 --   key}; numbers that may have fractions are strings. Like every function, it fails with 'FORMAT N' (N: 'none' without
 --   a number) on a pool of another format, and changes nothing.
 
--- Most notifications that one reply carries; the rest come with the next heartbeats.
+-- One reply carries at most this many notifications; the replies to the next heartbeats carry the rest.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
   local count = read('HLEN', inbox)
@@ -114,7 +114,7 @@ local function heartbeat(args)
     local r, note = record.read(id), inbox[2 * i]
     local is_grant = note == NOTIFY_GRANTED or string.sub(note, 1, #NOTIFY_PLACED) == NOTIFY_PLACED
     if is_grant and r and r.owner == owner and notifications.is_untaken(r, note) then
-      left[#left + 1] = 'granted ' .. id -- the notification stays until place takes it
+      left[#left + 1] = 'granted ' .. id -- the notification stays until the script place removes it
     else
       if note == NOTIFY_GRANTED then strays = strays + 1 end
       if not is_grant and not r then left[#left + 1] = note .. ' ' .. id end

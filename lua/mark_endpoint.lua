@@ -1,7 +1,7 @@
 -- include: outliers
--- Mark endpoints as drained or down, or remove the mark; then dispatch.
+-- Set or remove marks of endpoints, then dispatch queued requests.
 --
--- Guarantees: no replica places new requests on a marked endpoint; requests that run there continue.
+-- Guarantees: no replica places new requests on an endpoint that is marked drained or down; its requests continue.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each endpoint: address, mark, on (1 or 0). Marks: drained; down; ejected: a

@@ -3,14 +3,14 @@
 -- If the grant has already placed a request, the request keeps its endpoint; it moves only if the endpoint has stopped
 -- taking new requests since, and another endpoint can take it.
 --
--- Guarantees: the load is read and reserved in one step, so two replicas never both take the same idle endpoint (G1),
--- in either stage.
+-- Guarantees: one step reads an endpoint's load and reserves the endpoint, so two replicas never both take the same
+-- idle endpoint (G1), in either stage.
 -- Repeating a call returns the same endpoint (G6). The lease restarts: the caller may have been suspended since the
 -- grant, and the sweep must not reclaim a request that starts now.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5'), prefill
---   (candidates for its prefill in the same form; '': serve the request whole)
+--   (candidates for its prefill in the same form; '': do not split the request)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (LOADS: requests in flight before the choice, of each named candidate, '' if not eligible; for

@@ -8,11 +8,11 @@
 -- args[1] the calling replica
 -- args[2] config version      args[3] endpoints version
 -- args[4] settings: JSON, named as in docs/redis-schema.md
--- args[5] and further, in pairs: endpoint, JSON {labels, draining, stages}; stages 'prefill', 'decode prefill', without
---   it decode, '' if it only prefills and drains, 'encode' if it only encodes
+-- args[5] and further, in pairs: endpoint, JSON {labels, draining, max_inflight, stages}; stages: any of `decode`,
+--   `prefill` and `encode`, separated by blanks; an endpoint without the field `stages` only decodes
 --
 -- Returns {epoch, notifications, attempts, served, upper, lower, ready, records from which the pool was rebuilt (-1: no
---   rebuild), the lost key ('' for `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
+--   rebuild), the lost key ('' for `pool`)}; bounds as strings. After the epoch '0' call again: records are left.
 
 local FIRST_ENDPOINT = 5
 local function publish(args)

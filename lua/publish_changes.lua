@@ -8,8 +8,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] endpoints version before the changes      args[3] endpoints version after them
--- args[4] and further, in pairs: endpoint, JSON as in publish, or '' if it is no longer published (limits of endpoints
---   are settings, which publish changes)
+-- args[4] and further, in pairs: endpoint, JSON as in publish; '' unpublishes the endpoint (limits of endpoints are
+--   settings, which only publish changes)
 --
 -- Returns {epoch, notifications, attempts, served, changed (1; 0: another version is published)}
 

@@ -5,9 +5,9 @@
 -- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
 -- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
 -- token restores no more stock than an admission takes, and restores only to an endpoint that the pool knows (G1). A
--- token from an access log proves less, since a client may have copied it. It restores a request only (1) while the
--- pool may lack its record (pool.may_lack_records), (2) if the request was reclaimed without a report of its end, or
--- (3) within a lease's length of an admission without Redis.
+-- token from an access log proves less, since a client may have copied it: such a token restores a request only (1)
+-- while the pool may lack records (pool.may_lack_records), (2) if the request was reclaimed without a report of its
+-- end, or (3) if the request was admitted without Redis, less than the length of a lease and 10 s ago.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
@@ -22,7 +22,7 @@
 local MOST = 1e12 -- largest weight or cost: sums of such numbers stay exact
 local HIGHEST_LIMIT = 65535
 
--- The band that a token's fields name; nil if those fields are invalid.
+-- The number of the band in a token's fields; nil if its band or priority is invalid.
 local function band_of(fields)
   local band, priority = tonumber(fields.band), fields.priority
   if priority then
@@ -73,7 +73,7 @@ local function restore(id, attempt, served, token, ago_ms)
   return 'restored'
 end
 
--- Envoy used a fallback: count the request on the endpoint that serves it.
+-- If Envoy has used a fallback endpoint, count the request on the endpoint that serves the request.
 local function move(r, served)
   if is_address(served) and served ~= endpoints.first(r.endpoints) then move_placed(r, served, served) end
 end

@@ -1,7 +1,7 @@
 -- include: dispatch
--- Record requests whose client has gone according to an access-log entry without an accounting token. Such an entry is
--- no proof, but it is the only report of a client that leaves before Envoy has read the picker's answer. The sweep then
--- compares the endpoint's next metrics page with the pool's count (sweep.lua).
+-- Record requests whose client has gone according to an access-log entry without an accounting token. An entry without
+-- a token proves nothing, but is the only report of a client that leaves before Envoy has read the picker's answer. The
+-- sweep then compares the endpoint's next metrics page with the pool's count of its requests (sweep.lua).
 --
 -- Guarantees: changes only the list of suspects that the sweep reads.
 --

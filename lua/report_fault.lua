@@ -3,7 +3,7 @@
 -- endpoint, which Envoy tries, then dispatch queued requests.
 --
 -- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
--- an endpoint while other flows have requests in flight. Of a request's record, the call changes only the endpoints.
+-- an endpoint while other flows have requests in flight. In a request's record, the call changes only the endpoints.
 -- A request that an endpoint refuses (status 429 or 503) counts in the pool's field `endpoint_refusals`.
 --
 -- keys[1] epp:{POOL}:pool
@@ -14,8 +14,8 @@
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' or 'down' (by this failure) | 'noted' |
 --   'unknown'
 
--- Count a refused request once. If another attempt follows, Envoy's log entry about the refused attempt counts; else
--- the report of the request's end, which names the flow, counts.
+-- Count a request that the endpoint has refused. Two reports may name the refusal, and only one counts: Envoy's log
+-- entry about the attempt if another attempt follows, else the report of the request's end, which names the flow.
 local function count_refusal(address)
   local known, counts = pcall(cjson.decode, read('HGET', key.pool, 'endpoint_refusals') or '{}')
   if not known or type(counts) ~= 'table' then counts = {} end
@@ -35,7 +35,7 @@ local function report_fault(args)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
-    if why == 'retried' and not is_here then return 'unknown' end -- reported before, or the request has ended
+    if why == 'retried' and not is_here then return 'unknown' end -- known, or the request has ended
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end
     if following then move_placed(r, endpoints.first(following), following) end

@@ -1,8 +1,8 @@
 -- include: dispatch
 -- Set the limits that the fleet has found for its endpoints, then dispatch queued requests.
 --
--- Guarantees: a lower limit ends no request; it admits nothing until enough requests have ended (G1). While the
--- settings are not `adaptive`, the limits are only stored.
+-- Guarantees: a lower limit ends no running request; an endpoint above its limit gets no request until enough requests
+-- have ended (G1). Unless the setting `adaptive` is 1, the limits are stored without effect.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica

@@ -2,7 +2,7 @@
 -- Change the settings of tenants' nodes, then dispatch queued requests.
 --
 -- Guarantees: balances stay, so a changed limit grants no second burst. A node in `tenant_changes` replaces the same
--- node in `tenants`. A request keeps its charges; limits that have not charged a request charge it when it starts.
+-- node in `tenants`. A request keeps its charges; limits that have not charged a request do so when it starts.
 -- A new `max_parallel` also counts running requests: this call counts some of them, and later sweeps the others.
 -- Since a limit may have been raised, this call unthrottles the changed nodes; if a default has changed, sweeps
 -- unthrottle all nodes.
@@ -24,7 +24,7 @@ local function set_tenants(args)
       local path, node = args[at], args[at + 1]
       if node == '' then defer_write('HDEL', hash, path) else defer_write('HSET', hash, path, node) end
       log_change('tenant', path .. '\31' .. args[2] .. '\31' .. node)
-      -- If a node is removed, the configured node or a default for its level is in force again, which may have a bound.
+      -- A removed node may bring the configured node or a default back into force, which may set `max_parallel`.
       counts_running = counts_running or node == '' or string.find(node, 'max_parallel', 1, true)
       if string.sub(path, -1) == '*' then
         changes_default = true

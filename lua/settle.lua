@@ -4,7 +4,7 @@
 -- gone.
 --
 -- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If a metrics page showed
--- this end, and the sweep therefore reclaimed another request by mistake, restore that request (G1).
+-- an end before its report came, and the sweep reclaimed a running request instead, the report restores it (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
@@ -17,8 +17,8 @@
 -- queued) | 'unknown'
 
 local function correct_charge(r, actual)
-  -- A bypassed request has no tag (-1) and was charged nothing. Tags of other requests may be below 0 too, since a
-  -- refund under one policy may exceed the charge under another.
+  -- A bypassed request has no tag (-1) and was charged nothing. Other requests may have other negative tags, since a
+  -- refund under one policy may exceed the charge under another policy.
   if r.tag == -1 or not actual then return end
   if actual < 0 then actual = math.max(r.cost, -actual) end
   actual = bands.clamp_cost(actual)
@@ -31,7 +31,7 @@ local function correct_charge(r, actual)
 end
 
 -- If the sweep reclaimed a running request in place of `r`, return that request and the time of the metrics page that
--- counted one request too few; else nil. The page must be newer than r's last sign of life, else it counted r.
+-- counted one request too few; else nil. Only a page newer than r's last sign of life can lack r.
 local function ghost_in_place_of(r)
   local address = endpoints.first(r.endpoints)
   local seen_ms = tonumber(read('ZSCORE', key.inflight, r.id) or 0) - settings.lease_ms
@@ -85,9 +85,9 @@ local function settle(args)
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end
     finish_request(r, outcome)
-    -- The restored ghost may have ended, too. The report of its end must then restore the next ghost, so this
-    -- restoration must not count as a sign of life: the lease still counts from the metrics page, but at least half of
-    -- it is left.
+    -- The restored request may have ended, too; the report of its end must then restore the next ghost. So the
+    -- restoration is no sign of life: the request's lease begins at the metrics page, except that at least half of the
+    -- lease is left.
     if ghost then
       local seen_ms = math.max(page_ms - 1, now_ms - settings.lease_ms / 2)
       restore_placed(ghost, seen_ms + settings.lease_ms)

@@ -43,7 +43,7 @@ local function state(args)
   local infos = #ids > 0 and read('HMGET', key.replica_info, unpack(ids)) or {}
   for i, id in ipairs(ids) do
     replicas[2 * i - 1] = id
-    -- Leave out the second line, the replica's counts of served requests: that line is long and not needed here.
+    -- Leave out the second line, the replica's counts of served requests: the line is long, and no caller needs it.
     replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
   local loads, limits, amounts = read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), {}, {}

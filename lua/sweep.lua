@@ -16,19 +16,19 @@
 --   endpoints whose metrics pages may show ghosts}
 
 -- Limits of the work of one sweep call.
-local CHUNK = 32 -- requests that a call ends, orphans or reads
-local REFILED = 16 -- requests that a call moves to a new order; each costs a removal and an insertion
-local LIGHT = 500 -- old entries that a call drops of each kind
-local WALKS = 150 -- calls per interval that continue the scan of waiting requests
+local CHUNK = 32 -- most requests that a call ends, orphans or reads
+local REFILED = 16 -- most requests that a call moves to a new order; each costs a removal and an insertion
+local LIGHT = 500 -- most old entries of each kind that a call drops
+local WALKS = 150 -- most calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this long is removed
 -- Longest time from the placement of a request until its endpoint's metrics page counts the request. If Envoy reports
 -- the client gone, the time is shorter, since Envoy no longer sends that request.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
-local MOST_RECENT = 1000 -- recent requests to count by endpoint; with more, ghosts end with their lease
+local MOST_RECENT = 1000 -- if more requests are recent, do not count them: ghosts then stay until their lease ends
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
-local PRESSED = 0.9 -- fraction of total_capacity; with fewer queued requests the preemption times are reset
+local PRESSED = 0.9 -- once the queue is less than this fraction full, the sweep resets preemption times
 
--- Reclaim a request whose end was not reported. If the request still runs, its next renewal restores it.
+-- Reclaim a request without a report of its end. If the request still runs, its next renewal restores the request.
 local function reclaim(r, note)
   if r.state == STATE_PLACED then tombstones.give_up(r.id) end
   finish_request(r, 'reclaimed', note)
@@ -73,11 +73,11 @@ end
 local function reported_load(text)
   local known, page = pcall(cjson.decode, text)
   if not known or type(page) ~= 'table' then return nil end
-  local at, before = tonumber(page.at), tonumber(page.before) -- by TIME, converted below
+  local at, before = tonumber(page.at), tonumber(page.before) -- by Redis's TIME; converted to the pool's time below
   local queued, running = tonumber(page.waiting), tonumber(page.running)
   if not (at and before and queued and running) then return nil end
   at, before = at + clock_shift_ms, before + clock_shift_ms
-  if at > now_ms + 1000 or before > at then return nil end -- TIME was set back after the scrape
+  if at > now_ms + 1000 or before > at then return nil end -- Redis's TIME was set back after the scrape
   return math.max(queued + running, tonumber(page.before_load) or math.huge), before, at
 end
 
@@ -127,11 +127,11 @@ local function silent_requests(unseen_ms, limit)
   return found
 end
 
--- Reclaim ghosts: placed requests that have ended without a report. The last two metrics pages of an endpoint are newer
--- than the last renewals, so each counts every request that still runs. If the endpoint has more silent requests than
--- the higher count allows, reclaim the excess, oldest first. For a request whose client is reported gone, only the last
--- page must be newer, by REPORTED_TRANSIT_MS. Return the number of reclaimed requests, and the endpoints whose pages
--- may show more ghosts.
+-- Reclaim ghosts: placed requests that have ended without a report. If an endpoint's last two metrics pages are newer
+-- than a request's last renewal, both pages count the request if it still runs. If the pool counts more requests on the
+-- endpoint than both pages, reclaim the excess among such silent requests, the longest silent first. For a request
+-- whose client is reported gone, only the last page must be newer, by REPORTED_TRANSIT_MS. Return the number of
+-- reclaimed requests, and the endpoints whose pages may show more ghosts.
 local function reclaim_ghosts(unseen_ms, limit)
   local found = silent_requests(unseen_ms, limit)
   if #found == 0 then return 0, {} end
@@ -177,8 +177,8 @@ local function reclaim_ghosts(unseen_ms, limit)
   return ghosts, suspects
 end
 
--- Orphan the queued requests of one silent replica, so that another replica can adopt them. Scans at most `limit`
--- requests a call; the cursor is kept in `key.orphan_cursors`. Requests that the scan misses are orphaned by dispatch
+-- Orphan the queued requests of one silent replica, so that another replica can adopt them. A call scans at most
+-- `limit` requests; `key.orphan_cursors` keeps the cursor. Requests that the scan misses are orphaned by dispatch
 -- at their turn, or expire. The last scan also removes the replica. Returns whether requests are left to scan.
 local function orphan_silent_replica(grace_ms, limit)
   local silent = read('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
@@ -232,8 +232,8 @@ local function refresh_waiting(cursor, limit)
   return scan[1]
 end
 
--- End the epoch, because the key `lost` was lost: set it to 0 until the next publish has rebuilt the pool. While the
--- epoch is 0, as before the first publish, nothing is admitted.
+-- End the epoch, because the key named `lost` was lost: the epoch is 0 until the next publish has rebuilt the pool.
+-- While the epoch is 0, as before the first publish, no request is admitted.
 local function await_rebuild(lost)
   defer_write('HSET', key.pool, 'lost', lost)
   pool.epoch = 0
@@ -251,7 +251,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = rate
 end
 
--- Lower times later than now + `life_ms` to that time: the former primary's clock may have been ahead.
+-- Lower times beyond now + `life_ms` to now + `life_ms`: the former primary's clock may have been ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms

@@ -18,7 +18,7 @@
 
 local view = {}
 function view.rows_wanted(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
-local function comes_before(a, b) -- as a sorted set orders members: by their bytes
+local function comes_before(a, b) -- in the order of a sorted set's members: by their bytes
   for i = 1, math.min(#a, #b) do
     local x, y = string.byte(a, i), string.byte(b, i)
     if x ~= y then return x < y end
@@ -197,8 +197,8 @@ end
 -- args    the nodes' paths, at most VIEW_LIMIT
 -- Returns {now_us, {path, source of the settings (1 an operator, 0 the configuration, '' none), path of the settings,
 --   the settings (JSON), cost served ('' not counted), wait, then for each limit unit, per, amount, burst, left,
---   reset_ms}...}. wait: '' none, the ms until its requests may go on, or 0 until a request ends. reset_ms: until
---   nothing of the limit is used, or its period ends
+--   reset_ms}...}. wait: '' if the node is not throttled; else the ms until its requests may start, 0 if
+--   a running request must end first. reset_ms: until the whole limit is free, or its period ends
 local function view_tenants(args)
   local waits, members = {}, {}
   for _, path in ipairs(args) do
@@ -282,8 +282,8 @@ end
 -- The record of one request, and its position in the queue.
 --
 -- args[1] request id
--- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, end
---   of its lease (ms)}; '' for a part that does not apply
+-- Returns {now_us} if the request is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue,
+--   end of its lease (ms)}; '' for a part that does not apply
 local function view_request(args)
   local id = args[1]
   local r = record.read(id)
@@ -299,7 +299,7 @@ local function view_request(args)
     read('ZSCORE', key.inflight, id) or ''}
 end
 
--- A page of workloads of the registry, in no order.
+-- A page of the registry's workloads, unordered.
 --
 -- args[1] cursor ('0' to begin)   args[2] rows wanted; a page may have a few more
 -- Returns {now_us, number of workloads, next cursor ('0': this is the last page), workload row...}

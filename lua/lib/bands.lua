@@ -10,12 +10,12 @@
 -- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
 -- the field is lost, the sizes restart at 0 in a new epoch. When a request leaves the queue, its body's size is
 -- subtracted only if it was added in the current epoch.
--- Uses keys from lib/storage.lua, names from the schema. Defines the table `bands`, the tables below, and the table
--- `pool`, still empty.
+-- Uses keys from lib/storage.lua, names from the schema. Defines `bands`, the tables by band number below, and the
+-- table `pool`, which lib/pool.lua fills.
 
 local pool = {} -- counters (lib/pool.lua)
--- Tables by band number: first names of counters (formatting a name costs as much as a command), then attributes. A
--- number without a priority is not in use.
+-- Tables by band number: names of the band's counters (formatting a name costs as much as a Redis command), then the
+-- band's attributes. A band number without an entry in PRIORITY is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
 local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}
 local BANDS = {0, 1, 2} -- the band numbers in use, the highest priority first
@@ -23,7 +23,7 @@ local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
 -- keeps_bytes: whether the field `waiting_bytes` must be written; limit_bytes: whether any band limits bytes
 local bands = {keeps_bytes = false, limit_bytes = false}
-do -- a chunk may have 200 locals
+do -- a Lua chunk may have 200 locals
   local LAST = 63
   -- fields of a dynamic band: number, priority, requests (waiting or running), queued, v, new, tag
   local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
@@ -93,7 +93,7 @@ do -- a chunk may have 200 locals
     for rank, band in ipairs(BANDS) do RANK[band] = rank end
   end
 
-  -- Apply the bands of new settings.
+  -- Use the bands of new settings.
   function bands.configure(settings)
     configured, weights = settings.bands or DEFAULTS, settings.band_weights or {}
     bands.limit_bytes = false
@@ -161,7 +161,7 @@ do -- a chunk may have 200 locals
 
   function bands.bytes(band) return bytes[band] or 0 end
   function bands.has_room_for_bytes(r) return (bytes[r.band] or 0) + r.bytes <= byte_limits[r.band] end
-  -- The band is empty: reset its byte count.
+  -- Reset the byte count of a band in which no request waits.
   function bands.forget_bytes(band)
     if bytes[band] then bytes[band], bytes_text, bands.keeps_bytes, pool.touched = nil, nil, true, true end
   end

@@ -6,7 +6,7 @@
 
 -- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint
 -- (G1). If `split` names candidates ('': none), also choose and reserve a prefill endpoint. If no other endpoint is
--- ready for the prefill, the request is served whole. Return 'placed a,b,c LOADS', with prefill endpoints 'placed
+-- ready for the prefill, do not split the request. Return 'placed a,b,c LOADS', with prefill endpoints 'placed
 -- a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints at their own limit (for
 -- prefill endpoints, the names by `stages.blocker`). The caller accounts for the stock and for the flow's total in
 -- flight.
@@ -56,7 +56,7 @@ local function place_granted(r, candidates, split, turn, picks)
   log_event('requeued', r, tag)
   if settings.tenants then
     quotas.start(r, -1)
-    queue.end_waits() -- before the flow queue is throttled: this refund must not unthrottle it
+    queue.end_waits() -- now, so that the refund does not unthrottle the flow queue throttled below
   end
   closed = closed or {}
   if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
@@ -96,7 +96,7 @@ local function run_timers(limit)
           end_and_notify(r, NOTIFY_EXPIRED)
           expired = expired + 1
         else
-          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; equal ms by arrival
+          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; arrival orders equal ms
           timers.set(id, r.deadline_ms)
           pool.overdue = pool.overdue + 1
         end
@@ -147,7 +147,7 @@ local function grant(r, tag, take, turn_of, picks)
   end
 end
 
--- Whether a node of request r lacks balance. Throttle such a node, or end r if no balance will suffice.
+-- Whether a tenant's limit does not suffice for request r. Throttle the limit's node, or end r if r must not wait.
 local function is_short_of_balance(r)
   local member, wait_ms, is_over_burst = quotas.lacking(r)
   if is_over_burst then
@@ -160,7 +160,7 @@ end
 
 -- Grant queued requests while the stock is below the lower bound; never exceed the upper bound (G1). End a request past
 -- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
-local DISPATCH_LIMIT = 24 -- requests per call; every call ends with a dispatch, so the next one continues
+local DISPATCH_LIMIT = 24 -- most requests per call; every call ends with a dispatch, so the next call continues
 local function dispatch()
   if next(live) then live = {} end
   local served, attempts = 0, 0
@@ -170,7 +170,7 @@ local function dispatch()
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
-  local most = settings.tenants and 16 or DISPATCH_LIMIT -- grants; fewer with tenants: a grant may read nodes
+  local most = settings.tenants and 16 or DISPATCH_LIMIT -- most grants; fewer with tenants: a grant may read nodes
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), most)
   if room > 0 then
     -- Estimate, exact if all costs are equal: one queued request fits for each request that this call has ended.
@@ -206,7 +206,7 @@ local function dispatch()
   return served, attempts
 end
 
--- Write the call's changes to Redis. During and after this step nothing is read, and each step may be repeated.
+-- Write the call's changes to Redis. A commit reads nothing, and each of its steps may be repeated.
 local function commit()
   record.commit()
   workloads.commit()
@@ -279,7 +279,7 @@ local function column(args, size, n)
   return found, count
 end
 
--- Reset the tables of a single call; reset the caches kept between calls if those are no longer valid.
+-- Reset the tables that serve one call, and the caches between calls if the caches are no longer valid.
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if usage.has_learned then usage.reset() end

@@ -15,9 +15,9 @@
 -- its limits. `is_decode`: the limits may be in tokens. `described`: see below; both stages share it.
 local function new_stage(name, set, caps_name, default_cap_name, described)
   local is_decode = name == 'decode'
-  -- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether this library has seen a flow's
-  -- limit
-  -- in_use: whether the stage has cached or changed anything
+  -- ANY: `candidates` of a request that accepts any endpoint
+  -- counts_flows: whether this library has seen a flow's limit per endpoint
+  -- in_use: whether the stage has cached or changed a load
   local stage = {ANY = '*', counts_flows = false, in_use = false}
   -- endpoint -> load, as far as known. The loads are cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
@@ -27,7 +27,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local takes_suffice -- whether the stock is at least the number of requests in flight; nil: not compared in this call
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
-  local SMALL = 8 -- fewest endpoints to read; a window with fewer has all endpoints, and so never runs out
+  local SMALL = 8 -- fewest endpoints to read; a window with fewer endpoints has them all, and so never runs out
   -- SMALL if endpoints have limits: the window is ordered by load, but the choice compares load / limit.
   local SMALL_WITH_CAPS = 16
 
@@ -114,7 +114,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return flow_counts(fields)
   end
 
-  -- Add to an endpoint's tokens in flight; `is_idle`: no request is left, so drop the residue of fractions.
+  -- Add to an endpoint's tokens in flight; `is_idle`: its last request has ended, so drop the rounding error.
   function stage.add_amount(address, difference, is_idle)
     local field = joined('', address)
     limit_counts[field], changed_limits[field] = is_idle and 0 or flow_counts({field})[1] + difference, true
@@ -149,8 +149,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Whether an endpoint's JSON description says that it is of this stage.
   function stage.includes(description) return stage.described(description)[name] end
 
-  -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill, as
-  -- closed, so that `is_known` finds each published endpoint there.
+  -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill,
+  -- with a load from UNPICKABLE on, so that `is_known` finds each published endpoint there.
   function stage.lists(address)
     local description = read('HGET', key.endpoints, address)
     return description and (is_decode or stage.includes(description))
@@ -245,7 +245,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Whether some endpoint surely has a free slot while the stock is below its upper bound: the bound is the sum of the
   -- ready endpoints' limits (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1
   -- of the stock. Requests that arrived while the queue was disabled have taken no stock, so compare stock and load,
-  -- once a call. With limits in tokens no endpoint may have a limit of requests, too.
+  -- once a call. If limits are in tokens, this holds only if no endpoint also has a limit in requests.
   function stage.stock_bounds_slots()
     if settings.adaptive ~= 1 or stage.caps ~= settings[caps_name] or settings.queue_enabled == 0 then return false end
     if is_decode and settings.token_caps then return next(stage.caps) == nil and pool.upper > 0 end
@@ -254,7 +254,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   end
 
   -- Return how many more requests, or tokens under `token_caps`, may be granted before every ready endpoint is at its
-  -- limit. A granted request that is not placed yet also takes a slot. Call this only if endpoints have limits.
+  -- limit. A granted request that is not placed yet also takes a slot. Call it only if endpoints have limits.
   function stage.free_slots()
     local left, placed, granted = 0, 0, read('ZCARD', key.inflight)
     local amounts = is_decode and settings.token_caps and stage.amounts(stage.counted())
@@ -343,8 +343,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
 
   -- Enter the `want` best ready endpoints of `among` in `best_ones` and `their_costs`, and return their number.
   -- Endpoints of equal cost keep the order in which they are visited, which `turn` rotates. If the fleet finds limits,
-  -- loads are compared relative to the limits, and endpoints at their limit come last: a retry there is better than an
-  -- error.
+  -- loads are compared relative to the limits, and endpoints at their limit come last: as a fallback such an
+  -- endpoint is better than an error.
   local AT_LIMIT = 1e6 -- above the difference of any two costs
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function rank(among, want, turn, cost_of)
@@ -361,7 +361,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
         local cost = cost_of and cost_of(address) or load
         if caps then
           local cap = amount and stage.token_cap(address) or caps[address] or default_cap
-          if not cost_of and cap > 0 then cost = (amount or load) / cap end -- cap 0: it has refused all
+          if not cost_of and cap > 0 then cost = (amount or load) / cap end -- cap 0: the endpoint refuses all
           if amount and is_full(address) or not amount and load >= cap then cost = cost + AT_LIMIT end
         end
         if kept < want or cost < costs[kept] then

@@ -4,7 +4,7 @@
 -- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
 -- `stages` and the functions below.
 
--- Whether an endpoint has a limit, takes new requests and is below the limit.
+-- Whether an endpoint takes new requests, has a limit, and is below the limit.
 local function has_free_slot(address)
   return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
 end
@@ -20,7 +20,7 @@ do
   function stages.blocker(address) return MARK .. address end
   function stages.is_prefill(blocker) return string.sub(blocker, 1, 1) == MARK end
 
-  -- Choose prefill endpoints for a request on `endpoint`. Return 'x,y', '' if the request must be served whole; or nil,
+  -- Choose prefill endpoints for a request on `endpoint`. Return 'x,y', '' if the request is not to be split; or nil,
   -- and the names of the endpoints at their limit. If the queue is off, no request waits for a prefill endpoint.
   function stages.choose_prefill(candidates, endpoint, turn, picks)
     local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, candidates, turn, picks)
@@ -49,13 +49,13 @@ do
     defer_write('ZREM', key.prefills, joined(endpoint, id))
   end
 
-  -- Put a flow queue back in order that waits for `endpoint` to have room for a prefill.
+  -- If `endpoint` has room for a prefill, unthrottle the first flow queue that waits for this room.
   function stages.prefill_has_room(endpoint)
     local has_room = prefill.caps and prefill.cap(endpoint) and #prefill.split_by_limit({endpoint}) > 0
     if has_room then queue.endpoint_has_room(stages.blocker(endpoint)) end
   end
 
-  -- End the prefill of a placed request, which goes on. `note`: why the prefill ends; '': the first token came.
+  -- End the prefill of a placed request, which stays in flight. `note`: why; '': its first token has come.
   function stages.end_prefill(r, note)
     local endpoint = prefill.first(r.prefillers)
     stages.release_prefill(endpoint, r.id)

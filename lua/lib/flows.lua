@@ -213,7 +213,7 @@ do
     local length = queue.length(band, flow_queue)
     local parent = parent_of(flow_queue)
     local is_ordered = length > 0 and (ordered[requests] or read('ZSCORE', order_of(band, parent), flow_queue)
-      or read('ZSCORE', key.throttled[band], flow_queue)) -- false although length > 0: only strays
+      or read('ZSCORE', key.throttled[band], flow_queue)) -- false although length > 0: all are strays
     ordered[requests] = true
     read_ahead.discard(requests)
     defer_write('ZADD', requests, order.score(r), r.id)
@@ -317,8 +317,8 @@ do
 
   -- The inner nodes that the last turn came through, from the top: their orders, names and start tags.
   local turn_orders, turn_nodes, turn_tags, turn_depth = {}, {}, {}, 0
-  -- Charge request r, whose turn it is, to these nodes, and move their virtual times. `emptied`: r was the last request
-  -- of its flow queue.
+  -- Charge request r, whose turn it is, to the turn's inner nodes, and move their virtual times. `emptied`: r was the
+  -- last request of its flow queue.
   local function charge_turn(r, emptied)
     local band = r.band
     for depth = turn_depth, 1, -1 do
@@ -436,8 +436,8 @@ do
   -- The start tag of a member that is in order, else false.
   function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
 
-  -- With tenants, whether request r may start before all waiting requests: it fits, and all of them are throttled, but
-  -- neither r's own flow queue nor an inner node above it is.
+  -- With tenants, whether request r may start before all waiting requests: r fits within the bound, all waiting
+  -- requests are throttled, and neither r's flow queue nor an inner node above r is throttled.
   function queue.may_overtake(r)
     local take = pool.stock_for(r.cost, pool.upper)
     if take > 0 and pool.stock + take > pool.upper then return false end
@@ -627,7 +627,7 @@ local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
   local in_tokens = base.unit == 'tokens'
-  -- A rolling restart may have changed the unit: 9000 tokens are no limit of requests.
+  -- Ignore limits in another unit, left by a rolling restart: a limit of 9000 tokens is no limit of 9000 requests.
   local usable = decoded and type(found) == 'table' and (found.unit == 'tokens') == in_tokens
   found = usable and found or {}
   local default_cap = bounded(base.limit_initial)
@@ -668,7 +668,7 @@ local function put_settings(base, overrides)
   if switched then base.tenancy = quotas.restart() end
   local text = cjson.encode(base)
   if pool.queued > 0 and (former and former.separator) ~= separator then
-    pool.note_lost('tenants') -- the order is rebuilt from the records
+    pool.note_lost('tenants') -- the next publish rebuilds the order from the records
   end
   if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
   local counted = settings.token_caps

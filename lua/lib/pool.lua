@@ -2,7 +2,7 @@
 -- The clock, counters and settings of the pool, its decision log, and notifications to replicas.
 -- Uses reads and writes from lib/storage.lua, `bands`. Defines `now_us`, `now_ms`, `settings`, `pool`, `notifications`.
 
--- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
+-- [clock] Tests replace the code from this mark to [/clock] (picker_fleet/state/scripts.py).
 -- The only clock: Redis's TIME, corrected for steps. Clocks of replicas are never compared.
 --
 -- TIME may be set forward or back by hours. The pool's time is TIME plus an offset. The field `clock` stores the offset
@@ -158,7 +158,7 @@ do -- a chunk may have 200 locals
     end
     if changed == 0 then
       if not touched then return end
-      pool.moved, changed = pool.moved + 1, MOVED -- makes other libraries drop their caches
+      pool.moved, changed = pool.moved + 1, MOVED -- makes the libraries of other versions drop their caches
       saved[MOVED] = pool.moved
     end
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(saved, BUSY + 1, #COUNTERS)) .. added end
@@ -195,8 +195,8 @@ function pool.release(taken)
 end
 
 -- The stock that a request takes under the bound `most`: its cost, but at most the fraction `largest_claim` of the
--- bound, since clients may ask for any number of sequences or tokens. A request may take at least 1, or the whole bound
--- if that is below 1. If the queue is off, requests are placed as they arrive and take no stock.
+-- bound, since clients may ask for any number of sequences or tokens. Any request may take 1, or the whole bound if the
+-- bound is below 1. If the queue is off, requests are placed as they arrive and take no stock.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   local claim = most * (settings.largest_claim or 1)
@@ -298,7 +298,7 @@ local function notify(owner, line)
 end
 
 function notifications.add(owner, id, what)
-  -- Only live replicas get grants, since a removed replica would never empty its inbox.
+  -- Dispatch grants only to live replicas. Other notifications need a check: a removed replica never empties its inbox.
   if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end

@@ -1,23 +1,23 @@
 -- include: tenants
--- Tenants' limits: charges requests to them, and says which requests must wait. A limit of `amount` units per `per_ms`
+-- Charges requests to the limits of tenants, and tells which requests must wait. A limit of `amount` units per `per_ms`
 -- is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): `owed` units leak at amount / per_ms, and a request
 -- that takes c units may start while owed + c <= `burst`. Requests are charged by estimate and corrected by usage, so
--- `owed` may pass `burst`. A budget counts the units spent in a calendar period. The hash `balances` has the amount
--- used of each limit; a request's record has its charges. Uses nodes from lib/tenants.lua, reads and
--- writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
+-- `owed` may pass `burst`. A budget counts the units spent in a calendar period; `max_parallel` limits the requests in
+-- flight. The hash `balances` has each limit's used amount; a request's record has its charges. Uses nodes from
+-- lib/tenants.lua, reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
 local quotas = {}
 do -- a chunk may have 200 locals
   local INNER = tenants.INNER
 
-  -- Each limit's table (lib/tenants.lua) has a balance: `owed` is the used amount, which is the level of the leaky
-  -- bucket, the units spent in this period, or the requests in flight; of a `served` count, the cost served. Each call
-  -- reads and writes a balance once. Balances are cached between calls while only this library changes the pool.
-  -- `stored` is the number last written, `stored_ms` the time; a budget's number is valid until `ends_ms`.
+  -- Each limit's table (lib/tenants.lua) has the used amount `owed`: the level of the leaky bucket, the units spent in
+  -- this period, or the requests in flight; a `served` count has the cost served. Each call reads and writes an amount
+  -- once. Amounts are cached between calls while only this library changes the pool: `stored` is the amount last
+  -- written to Redis, `stored_ms` when it was written; the cached amount of a budget is valid until `ends_ms`.
   local calls = 0 -- number of this call
   local decode -- (limit, text) -> number
 
   local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
-  local wanted, asked = {}, {} -- reused by each call: the limits and the fields to read
+  local wanted, asked = {}, {} -- reused by each call: limits whose amount must be read, and their fields in `balances`
   local function want(found, count)
     found.read_in = calls
     local at_ms = now_us / 1000
@@ -51,7 +51,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read the balances of a flow's nodes.
+  -- Read the balances of a flow's nodes, once a call.
   local function prefetch(found)
     if found.read_in ~= calls then read_wanted(want(found, 0)) end
   end
@@ -79,7 +79,7 @@ do -- a chunk may have 200 locals
     return era * 146097 + of_era * 365 + math.floor(of_era / 4) - math.floor(of_era / 100) + day - 719468
   end
 
-  -- The period of counts of requests in flight (`name` 0) is `tenancy`: a new `tenancy` voids the counts.
+  -- A count of requests in flight (`name` 0) has `settings.tenancy` as its period, so a new `tenancy` voids the count.
   local function period_of(name)
     if name == 0 then return settings.tenancy or 1, math.huge end
     local days = math.floor(now_ms / DAY_MS)
@@ -123,7 +123,7 @@ do -- a chunk may have 200 locals
     return limit.period .. ' ' .. exact(limit.owed)
   end
 
-  -- Nodes that in this call got balance back, lost a waiting request or were changed: their next request may fit now.
+  -- Nodes whose next request may start now: this call refunds or changes their limits, or ends a waiting request.
   local eased, eased_count = {}, 0
   function quotas.ease(node)
     if node.eased_in == calls or node.kind.over_limit ~= 'queue' then return end
@@ -132,7 +132,7 @@ do -- a chunk may have 200 locals
   end
 
   local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
-  -- Add `sign` * `amounts[unit]` to the used amount of each limit at `positions` in the list `found`.
+  -- For each limit at `positions` in the list `found`, add `sign` * `amounts[unit]` to its used amount.
   local function add(found, positions, amounts, sign)
     local has_waiting = pool.queued > 0
     for i = 1, #positions do
@@ -166,7 +166,7 @@ do -- a chunk may have 200 locals
   quotas.commit = store_balances
 
   local seen, balances -- the request whose balances were looked up last, and the balances
-  -- Forget the nodes' settings and balances.
+  -- Drop the cached settings and balances of nodes, after writing changed balances.
   function quotas.forget()
     store_balances()
     tenants.forget()
@@ -182,13 +182,13 @@ do -- a chunk may have 200 locals
   end
 
   -- A record keeps the request's charge: `charged_prompt` and `charged_answer` tokens, and in `charged` the limits that
-  -- have charged them: for each its level in the tree, its unit and its period. So each limit charges and refunds a
-  -- request once, however nodes change, and a change need not look at the waiting requests: a limit that has not
-  -- charged a request charges it when it starts. If `settings.tenancy` differs from the record's `tenancy`, tenants'
-  -- limits were switched off or on meanwhile, and the record's charges are void. If `tenancy` is 0, the record has no
-  -- charge.
+  -- have charged the request, each by its node's level in the tree, unit and period. So each limit charges and refunds
+  -- a request once, however nodes change, and a change of nodes need not look at waiting requests: when a request
+  -- starts, the limits that have not charged the request do so. If `settings.tenancy` differs from the record's
+  -- `tenancy`, the record's charges are void: tenants' limits were switched off or on meanwhile. A record whose
+  -- `tenancy` is 0 has no charge.
 
-  -- Return the balances of request r's nodes (tenants.counting), after reading them; nil if there are none.
+  -- Read and return the balances of request r's nodes (tenants.counting); nil if no node has a limit for r.
   local function balances_of(r)
     if seen == r then return balances end
     if r.tenancy == 0 then return nil end
@@ -201,10 +201,10 @@ do -- a chunk may have 200 locals
     return found
   end
 
-  -- The member of an order (flow queue or inner node) for a node of r's path.
+  -- The name that a node of r's path has in orders: the flow queue's, or the inner node's.
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
-  local taken, weighed = {requests = 1, parallel = 1}, nil -- `weighed`: the request whose amounts `taken` has
+  local taken, weighed = {requests = 1, parallel = 1}, nil -- `weighed`: `taken` has this request's amounts
   -- Return the amounts that limits charge for request r, by unit.
   local function amounts_of(r)
     if weighed == r then return taken end
@@ -225,9 +225,9 @@ do -- a chunk may have 200 locals
     return true
   end
 
-  -- Return the limit of a node, among those at `positions` in the list `found`, for which request r must wait longest,
-  -- the ms until it suffices (infinite for requests in flight), and whether r is larger than the limit's burst; nil if
-  -- all of them suffice.
+  -- Among the limits of `node` at `positions` in the list `found`, return the limit for which request r must wait
+  -- longest, the ms until the limit suffices (infinite for a limit on requests in flight), and whether r is larger than
+  -- the limit's burst; nil if the node's limits suffice.
   local function lack(node, found, positions, r)
     local worst, worst_ms
     local amounts = amounts_of(r)
@@ -251,7 +251,7 @@ do -- a chunk may have 200 locals
     log_event(event, r, nil, nil, r.demoted == 1 and text .. ' demoted' or text)
   end
 
-  -- Charge request r to the limits at `positions`, a list of `tenants.charges`; with `sign` -1 refund it.
+  -- Charge request r to the limits at `positions`, a list of `tenants.charges`; with `sign` -1 refund the charge.
   local function charge(r, found, positions, sign, phase)
     add(found, positions, amounts_of(r), sign)
     r.charged = tenants.charged(found.shape, r.charged, positions, sign)
@@ -259,7 +259,7 @@ do -- a chunk may have 200 locals
   end
 
   local LONGEST_RETRY_S = 31 * 86400
-  -- A limit does not suffice for an arriving request: return a refusal, or note that the request is demoted.
+  -- The limits do not suffice for arriving request r: return a refusal, mark r as demoted, or let r wait (nil).
   local function exceed(found, r)
     local uncharged = tenants.charges(found.shape, r).uncharged
     for _, node in ipairs(found.nodes) do
@@ -276,8 +276,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Charge an arriving request to the nodes that reject or demote, and move a request that such a node demotes to the
-  -- lowest band. Return a refusal and a text that names the limit, and charge nothing, if a limit forbids the request.
+  -- Charge an arriving request to the limits that reject or demote, and move a demoted request to the lowest band. If a
+  -- limit rejects the request, charge nothing and return the refusal, which names the limit and the balances.
   local starting -- the request that arrived last, if all its limits suffice and no balance has changed since
   function quotas.arrive(r)
     local found = tenants.counting[r.flow]
@@ -295,7 +295,7 @@ do -- a chunk may have 200 locals
     if suffices then starting = r end
   end
 
-  -- Keep r's estimates in its record, so that limits that its tenants get while r waits can charge r.
+  -- Keep r's estimated tokens in its record: a limit that is set while r waits needs these to charge r.
   function quotas.wait(r)
     if r.tenancy > 0 then return end
     r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
@@ -327,8 +327,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Charge a request that starts to the limits that have not charged it; with `sign` -1 undo the charge of the nodes
-  -- that queue, since the request returns to the queue.
+  -- Charge a request that starts to the limits that have not charged the request. With `sign` -1 the request returns to
+  -- the queue: refund the limits that let requests wait (`over_limit` is `queue`), and the cost served.
   function quotas.start(r, sign)
     local found = balances_of(r)
     if not found then return end
@@ -339,7 +339,7 @@ do -- a chunk may have 200 locals
 
   -- Note the reported usage of request r; `quotas.ended(r)` must follow in this call. If `prompt` is negative, the
   -- prompt's tokens are unknown, and `answer` is a lower bound.
-  local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; amounts its end adds
+  local corrected, change = nil, {requests = 0, parallel = -1} -- the request with known usage; what its end adds
   function quotas.used(r, prompt, cached, answer)
     if not balances_of(r) or prompt < 0 and answer <= r.charged_answer then return end
     local former_prompt, former_answer = r.charged_prompt, r.charged_answer
@@ -356,8 +356,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- End the charge of a request: correct the charge by its usage; without usage, refund the charge of a request that
-  -- ended `unserved`.
+  -- End a request's charge: correct the charge by the reported usage; without usage, refund the whole charge if the
+  -- request ended `unserved`, else only its place among the requests in flight.
   function quotas.ended(r, unserved)
     local found = balances_of(r)
     if not found then return end
@@ -369,7 +369,7 @@ do -- a chunk may have 200 locals
     else
       add(found, lists.running, change, 1)
     end
-    -- Nodes may be throttled for this request: their next request may need less balance.
+    -- The ended request may have throttled these nodes: their next request may need less balance.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and lists.uncharged or {}
     for i = 1, #uncharged do quotas.ease(found[uncharged[i]].node) end
     r.tenancy, seen = 0, nil
@@ -397,8 +397,8 @@ do -- a chunk may have 200 locals
     return told
   end
 
-  -- Lower the used part of a node's limit by `amount`, at most to 0. Return the free part of the limit; nil if the node
-  -- has no such limit.
+  -- Subtract `amount` from the used part of a node's limit, down to 0 at most. Return the free part of the limit; nil
+  -- if the node has no limit of this unit and period.
   function quotas.top_up(path, unit, per, amount)
     local node = tenants.node(path)
     prefetch(tenants.counting[path])
@@ -410,8 +410,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Return the position, of those in the list `positions`, of the limit with the least fraction left, its units left,
-  -- and the ms until nothing of it is used.
+  -- Among the limits at `positions`, find the limit with the least fraction left. Return its position, the units that
+  -- it has left, and the ms until its used part has leaked away.
   local function least_left(found, positions)
     local at = positions[1]
     local most = found[at]
@@ -424,8 +424,8 @@ do -- a chunk may have 200 locals
     return at, burst > owed and burst - owed + RESIDUE or 0, owed / most.rate + 1 - RESIDUE
   end
 
-  -- Return the text of the balances for an answer's headers, beginning with byte 31; '' without limits. It shows one
-  -- limit on requests and one on tokens: those in the list `found` with the least fraction left.
+  -- Return the text of the balances for an answer's headers, beginning with byte 31; '' without limits. The text shows
+  -- the limit on requests and the limit on tokens that have the least fraction left in the list `found`.
   function quotas.balances(found)
     local shape = found.shape
     local lists = shape.shown
@@ -443,7 +443,7 @@ do -- a chunk may have 200 locals
     return string.format(format, left, reset_ms, other_left, other_reset_ms)
   end
 
-  -- The balances of request r's nodes, and whether r was demoted.
+  -- The text of the balances of request r's nodes, and whether r was demoted.
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
     local found = balances_of(r)
@@ -463,7 +463,7 @@ do -- a chunk may have 200 locals
     own[#own + 1] = 'wake ' .. math.max(1, at_ms - now_ms)
   end
 
-  -- Return a list of band and member: members whose time has come, and eased nodes.
+  -- Return a list of {band, member}: throttled members whose limits suffice by now, and the eased nodes.
   local MOST_DUE = 100
   function quotas.due()
     local due = {}
@@ -486,7 +486,7 @@ do -- a chunk may have 200 locals
     return due
   end
 
-  -- Begin a call.
+  -- Drop the variables of the last call.
   function quotas.reset()
     calls, changed_count, eased_count = calls + 1, 0, 0
     starting, corrected, weighed, seen = nil, nil, nil, nil
@@ -540,8 +540,8 @@ do -- a chunk may have 200 locals
     return scan[1] ~= '0'
   end
 
-  -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so look at
-  -- MOST_OLD balances at most, and only once their period has passed: a removed limit may come back.
+  -- For the sweep: drop some balances without effect. Looking up a node costs as much as ten commands, so a call looks
+  -- at MOST_OLD balances at most, and only at balances whose period has passed: a removed limit may come back.
   local MOST_OLD = 32
   function quotas.drop_idle_balances(count)
     local found, texts = tenants.random_fields(key.balances, count)

@@ -99,7 +99,7 @@ do -- a chunk may have 200 locals
     write_values('HDEL', key.requests, removed, removals)
   end
 
-  local KEPT = 16 -- larger tables are replaced, not cleared
+  local KEPT = 16 -- a table with more entries is replaced, not cleared
   function reset_records()
     local count = 0
     for id in pairs(known) do
@@ -151,7 +151,7 @@ do
 
   local function unpack_workload(text) return {struct.unpack(WORKLOAD, text)} end
 
-  -- An accessor of the hash `name`, by workload id or by flow and workload id.
+  -- An accessor of the hash `name` (`workloads` by workload id, or `flow_workloads` by flow and workload id).
   local function registry(name)
     local it = {known = {}, changed = {}}
     local known_count = 0

@@ -108,7 +108,7 @@ do -- a chunk may have 200 locals
     return former
   end
 
-  -- Remember the score of a member (nil: none) before this call changes the score, so that `flush` need not read it.
+  -- Remember a member's score (nil: none) before the call changes the score, so that `flush` need not read the score.
   function note_original(name, member, score)
     local former = formers_of(name)
     if former[member] == nil then former[member] = score or false end

@@ -7,13 +7,13 @@
 local tenants = {INNER = '\30'} -- the last byte of an inner node's name in orders; no flow has it
 do -- a chunk may have 200 locals
   local INNER, INNER_BYTE, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 30, 8, 4096
-  local separator -- of the cached paths
+  local separator -- the separator that splits flows into the cached paths
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
   local nodes, nodes_known = {}, 0 -- path -> its node
   local weights = {} -- member -> its weight, or false
 
-  -- Forget paths of another separator. Each call and each change of settings calls this function.
+  -- Drop paths that another separator has split. Each call and each change of settings calls this function.
   function tenants.use_separator()
     if not settings.tenants or separator == settings.tenants.separator then return end
     separator, paths, paths_known, parents, parents_known = settings.tenants.separator, {}, 0, {}, 0
@@ -51,9 +51,9 @@ do -- a chunk may have 200 locals
   -- The inner node above a member of an order: a flow queue, or an inner node.
   function tenants.parent(member) return parents[member] or find_parent(member) end
 
-  -- The settings of nodes. A node has its own settings, else those for all children of its parent (PARENT/*), else
-  -- those for all nodes of its level (*/*). Nodes with the same settings share a kind, which has the settings'
-  -- constants; a node and its limits have only what changes.
+  -- The settings of nodes. A node has its own settings, else the settings for all children of its parent (PARENT/*),
+  -- else the settings for all nodes of its level (*/*). Nodes that share settings share one `kind`, which has the
+  -- constants of the settings; a node keeps only its path and balances.
   local PERIODS = {day = true, week = true, month = true}
   local UNITS = {requests = true, tokens = true, prompt_tokens = true, answer_tokens = true}
   local function parse_kind(level, text)
@@ -99,8 +99,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  local own_kinds, shared_kinds = {}, {} -- the name of settings -> their kind, of the node of this name, of others
-  local SERVED = {unit = 'served', name = 'served', code = ''} -- the cost served, which nodes with own settings count
+  local own_kinds, shared_kinds = {}, {} -- path of settings -> their kind: for the node with this path; for other nodes
+  local SERVED = {unit = 'served', name = 'served', code = ''} -- the cost served; only nodes with own settings count it
   SERVED.__index = SERVED
 
   local function new_balance(node, constants)
@@ -129,11 +129,11 @@ do -- a chunk may have 200 locals
 
   local function add(list, it) list[#list + 1] = it end
 
-  -- A shape is the list of the balances' constants of a flow's nodes, from the top. Thousands of flows have one shape,
-  -- which says by position in the list what they have in common. The field `shown` has a list of the limits on requests
-  -- and a list of the limits on tokens; `charges` and `charges_of_demoted` cache the results of `find_charges` by the
-  -- field `charged` of a record.
-  local shapes -- the shape of a flow without balances; each shape's `wider` has the shapes with one node more
+  -- The shape of a flow is the list of the constants of its nodes' limits, from the top node down; thousands of flows
+  -- share one shape. The field `shown` has the positions of limits on requests and the positions of limits on tokens in
+  -- two lists, without empty lists; `charges` and `charges_of_demoted` cache the results of `find_charges` by the field
+  -- `charged` of a record.
+  local shapes -- the shape of a flow without limits; each shape's `wider` has the shapes with one node more
   local function new_shape(constants)
     local shape = {wider = {}, charges = {}, charges_of_demoted = {}, shown = {}}
     local of_requests, of_tokens = {}, {}
@@ -146,7 +146,7 @@ do -- a chunk may have 200 locals
     return shape
   end
 
-  -- The shape of a flow whose nodes are those of `shape`, and `node`.
+  -- The shape of a flow that has the nodes of `shape`, and then `node`.
   local function widened(shape, node)
     local found = shape.wider[node.kind]
     if not found then
@@ -226,8 +226,8 @@ do -- a chunk may have 200 locals
     return found
   end
 
-  -- Forget the nodes' settings, which another library may have changed, and balances (lib/quotas.lua). The table
-  -- `counting` caches the results of `find_counting`, by flow.
+  -- Drop the cached nodes with their settings, which another library may have changed, and their balances
+  -- (lib/quotas.lua). The table `counting` caches the results of `find_counting`, by flow.
   local FIND = {__index = function(_, flow) return find_counting(flow) end}
   function tenants.forget()
     nodes, nodes_known, weights, own_kinds, shared_kinds = {}, 0, {}, {}, {}
@@ -247,7 +247,7 @@ do -- a chunk may have 200 locals
     return weight or nil
   end
 
-  -- Inner nodes in the order of a band: the virtual time `v` of their children, the tag `new` of newcomers. The nodes
+  -- The state of each inner node in a band: the virtual time `v` and the newcomers' tag `new` of its children. States
   -- are cached between calls while only this library changes the pool.
   local states, states_known, changed_states = {}, 0, {} -- band -> node -> {band, node, v, new}; state -> true
   function tenants.state(band, node)
@@ -275,8 +275,8 @@ do -- a chunk may have 200 locals
     return found, read('HMGET', hash, unpack(found))
   end
 
-  -- For the sweep: forget some inner nodes of a band in which no request has waited for `idle_ms`, and finish tags
-  -- without effect.
+  -- For the sweep: forget some of a band's inner nodes, if no request has waited below them for `idle_ms`, and drop
+  -- finish tags without effect.
   local MOST_THROTTLED = 1000
   function tenants.drop_idle_nodes(band, count, idle_ms)
     local throttled, is_parent = read('ZRANGE', key.throttled[band], 0, MOST_THROTTLED), {}
@@ -301,7 +301,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Remove a band's tree; no request waits or runs in the band.
+  -- Remove the tree of a band in which no request waits or runs.
   function tenants.drop_tree(band)
     for _, node in ipairs(read('HKEYS', key.nodes[band])) do
       defer_unlink(key.children[band][node])
@@ -311,7 +311,7 @@ do -- a chunk may have 200 locals
     forget_states()
   end
 
-  -- Add the keys of a band's inner nodes to `names`, except finish tags unless `is_lost`.
+  -- Add the keys of a band's inner nodes to `names`; keys with finish tags and virtual times only if `is_lost`.
   function tenants.add_keys(band, names, is_lost)
     for _, node in ipairs(read('HKEYS', key.nodes[band])) do
       names[#names + 1] = key.children[band][node]
@@ -328,7 +328,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Drop the tables that were filled for the last call.
+  -- Drop the last call's changes, and the caches that are too large or no longer valid.
   function tenants.reset()
     tenants.use_separator()
     if next(changed_states) then changed_states = {} end

@@ -1,19 +1,19 @@
 -- include: pool
--- The throttled flow queues of each band: dispatch skips a flow queue while its flow, or every endpoint that its next
--- request may use, is at its limit. The key `throttled:B` holds the start tags of throttled flow queues in band B. The
--- key `blockers` has the endpoints on which a flow queue waits for room; `blocked:B:E` has the flow queues of band B
--- that wait for endpoint E.
--- Uses reads, writes and keys from lib/storage.lua, and the log from lib/pool.lua. Defines `throttle`.
+-- The throttled members of each band, which dispatch skips: flow queues whose flow, or every endpoint that the next
+-- request may use, is at its limit; with tenants, also flow queues and inner nodes whose own limits do not suffice for
+-- the next request (lib/quotas.lua). The key `throttled:B` holds the start tags of throttled members in band B. The key
+-- `blockers` has the endpoints on which a flow queue waits for room; `blocked:B:E` has the flow queues of band B that
+-- wait for endpoint E. Uses reads, writes and keys from lib/storage.lua, the log from lib/pool.lua. Defines `throttle`.
 
 local throttle = {}
 do
-  local MOST_BLOCKERS = 16 -- endpoints that a call notes; for room on others, the sweep unthrottles the flow queue
+  local MOST_BLOCKERS = 16 -- most endpoints that a call notes; if others get room, the sweep unthrottles the flow queue
   function throttle.add(band, flow_queue, tag)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('throttled', band, flow_queue, tag)
   end
 
-  -- Remove a flow queue from the throttled flow queues. Return the start tag; nil if the flow queue was not throttled.
+  -- Remove a flow queue or inner node from the throttled members. Return its start tag; nil if it was not throttled.
   function throttle.remove(band, flow_queue)
     local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return nil end

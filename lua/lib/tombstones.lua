@@ -1,5 +1,5 @@
 -- include: registry
--- Keeps ids of requests whose records are gone: ended requests, and reclaimed requests that may still run. Uses records
+-- Keeps the ids of requests that ended, and of reclaimed requests, which may still run. Uses records
 -- from lib/registry.lua, the clock from lib/pool.lua. Defines `tombstones`, and `drop_old` for the sweep.
 
 -- Drop at most `most` ids from the sorted set `set` (id -> time, ms): ids older than `life_ms`, and ids beyond the
@@ -51,10 +51,10 @@ do
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- A metrics page shows how many requests have ended, but not which. If a request ends while its replica is suspended
-  -- and cannot report it, the sweep may instead reclaim another request on that endpoint that still runs (a ghost).
-  -- When that report comes, the script `settle` restores the ghost from its record. `page_ms`: the time of the metrics
-  -- page.
+  -- Keep the record of a ghost, a request that the sweep reclaims because metrics pages count too few requests. A page
+  -- shows how many requests have ended, but not which: the ghost may run, and another request of the endpoint may have
+  -- ended while its replica was suspended and could not report the end. When the report of that end comes, the script
+  -- `settle` restores the ghost. `page_ms`: the time of the metrics page.
   function tombstones.put_ghost(r, page_ms)
     if read('HLEN', key.ghosts) < MOST_GHOSTS then
       defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))

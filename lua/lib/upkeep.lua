@@ -41,7 +41,7 @@ do
     for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
   end
 
-  local MOST_IDLE = 10000 -- finish tags kept for each band; the same limit for preemption times
+  local MOST_IDLE = 10000 -- most finish tags kept for each band; also most preemption times
   -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The first `from` members do not
   -- count: the caller removes them.
   local function drop_lowest(set, from, limit)
@@ -185,8 +185,8 @@ do
     return false
   end
 
-  -- Called if the number of records is not the sum of leases and timers. Compare these keys with the counters
-  -- and return the lost key; nil if no counter is higher, since strays then cause the difference.
+  -- The number of records is not the sum of leases and timers: compare the three keys with the counters, and return
+  -- the lost key; nil if no counter is higher, since strays then cause the difference.
   local function lost_of_requests()
     local queued, stock = 0, 0
     for _, set in ipairs({key.timers, key.inflight}) do
@@ -294,7 +294,7 @@ do
     pool.stock, pool.queued, pool.overdue, pool.refiling = 0, 0, 0, 0
     bands.begin_count(now_us)
     pool.note_possible_loss()
-    if records[1] then pool.log_seq = pool.log_seq + 1 end -- a gap in `seq`: the new log lacks decisions
+    if records[1] then pool.log_seq = pool.log_seq + 1 end -- the gap in `seq` shows that the new log lacks decisions
     for _, r in ipairs(records) do
       if PRIORITY[r.band] then
         record.know(r)
