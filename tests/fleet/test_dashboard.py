@@ -80,7 +80,7 @@ async def test_pause_and_resume_ask_for_confirmation_and_take_effect(here: Any, 
 
 async def test_the_drain_and_undrain_buttons_change_an_endpoints_status(here: Any, page: Dashboard) -> None:
     address = here.state["endpoints"][0]["address"]
-    for action, outcome in (("Drain", "gets nothing new"), ("Undrain", "takes requests again")):
+    for action, outcome in (("Drain", "gets no new requests"), ("Undrain", "takes requests again")):
         await page.page.get_by_role("button", name=f"{action} {address}", exact=True).click()
         await page.confirm(action)
         await page.says("#toast", outcome)

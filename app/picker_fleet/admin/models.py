@@ -129,7 +129,7 @@ class TenantLimit(BaseModel):
     burst: float = Field(description="most units granted at once")
     remaining: float = Field(description="units left now; negative: usage was more than the estimate")
     reset_s: Rounded | None = Field(
-        description="seconds until nothing of the limit is used, or until the budget's period ends"
+        description="seconds until the whole limit is free again, or until the budget's period ends"
     )
 
 
@@ -152,15 +152,15 @@ class Tenant(_Open):
         description="cost of all requests served; null: not counted, without settings for its own path"
     )
     queued: int = Field(description="waiting requests of the flows below")
-    oldest_s: Rounded | None = Field(description="age of the oldest; null: none waits")
+    oldest_s: Rounded | None = Field(description="age of the oldest such request; null: none waits")
     served_cost_per_s: Rounded | None = Field(description="cost served a second over 10 s; null: unknown")
     share: Rounded | None = Field(
-        description="its part of the service of its siblings that wait for their turn; null: unknown, or "
-        "it does not"
+        description="its part of the cost served for all siblings with requests that may start; null: "
+        "unknown, or none of its requests may start"
     )
-    fair_share: Rounded | None = Field(description="that part by weights; null: as for `share`")
-    waits: bool = Field(description="its requests wait for its balance, or for an end of a request")
-    waits_s: Rounded | None = Field(description="seconds until they may go on; null: none wait, or unknown")
+    fair_share: Rounded | None = Field(description="its part by weights; null: as for `share`")
+    waits: bool = Field(description="its requests wait for its balance, or until a request ends")
+    waits_s: Rounded | None = Field(description="seconds until its requests may start; null: none or unknown")
 
 
 class Tenants(_Open):
@@ -227,11 +227,11 @@ class Endpoint(BaseModel):
         description="`drained`: by an operator; `down`: connections fail, or `unready` says why; `ejected`: "
         "its answers fail"
     )
-    ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: it is not")
+    ejected: Ejected | None = Field(None, description="why the endpoint is ejected; null: not ejected")
     stages: list[Literal["decode", "prefill", "encode"]] = Field(
         default=["decode"],
-        description="`decode`: serves requests; `prefill` and `encode`: computes prompts, encodes media, "
-        "for others",
+        description="`decode`: generates answers; `prefill`: computes prompts for others; `encode`: encodes "
+        "media for others",
     )
     in_flight: int = Field(description="requests in flight on the endpoint, fleet-wide")
     prefills: int | None = Field(
@@ -263,7 +263,7 @@ class Endpoint(BaseModel):
     latency_mean_s: Rounded | None = Field(
         None, description="mean latency of its last 100 completions; null: not measured"
     )
-    latency_std_s: Rounded | None = Field(None, description="standard deviation of that latency")
+    latency_std_s: Rounded | None = Field(None, description="standard deviation of these latencies")
     scraped_s_ago: float | None = Field(None, description="age of the metrics; null: never scraped")
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
     scrape_remark: str | None = Field(None, description="parts of its metrics page that cannot be parsed")
@@ -315,10 +315,10 @@ class Flow(_Open):
     start_tag: float = Field(description="the band's flow with the smallest start tag is served next")
     weight: float = Field(description="the flow's share, relative to the weights of the waiting flows")
     throttled: bool = Field(
-        description="the flow is at its limit of requests in flight, and is skipped until one ends"
+        description="dispatch skips the flow: the flow, its endpoints or its tenants are at a limit"
     )
     in_flight: int | None = Field(description="requests in flight; null: not counted, the flow has no limit")
-    served_cost_per_s: Rounded | None = Field(description="fleet-wide, over the last 10 s; null: unknown")
+    served_cost_per_s: Rounded | None = Field(description="cost served a second, over 10 s; null: unknown")
     share: Rounded | None = Field(
         description="the flow's fraction of the cost served in the band; null: none was served"
     )
@@ -331,7 +331,7 @@ class Flows(_Open):
     """A page of flows, ordered by band and start tag, the throttled flows last."""
 
     flows: list[Flow] = Field(description="the flows in the order in which they are served")
-    total: int = Field(description="on all pages")
+    total: int = Field(description="number of flows on all pages")
     cursor: NextCursor
 
 
@@ -340,7 +340,7 @@ class FlowDetail(_Open):
 
     flow: str = Field(description="the flow's name")
     bands: list[Flow] = Field(description="the flow in each band where it waits")
-    served_cost_per_s: dict[str, float] = Field(description="by band, over the last 10 s, if known")
+    served_cost_per_s: dict[str, float] = Field(description="cost served a second, by band, over 10 s")
     weight_override: float | None = Field(description="live weight, which overrides the requests' own")
     flow_capacity: int = Field(description="how many requests of the flow may wait")
 

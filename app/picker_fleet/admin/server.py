@@ -30,7 +30,7 @@ class ConnectionLimits:
     """Limits for clients' connections. The server checks the time limits once a second."""
 
     connections: int = 256  # maximum open connections; one address may have half of them
-    request_s: float = 15.0  # longest time from the last answer, or the start, to a whole request
+    request_s: float = 15.0  # longest time from the start or the last answer until a request is complete
     stalled_s: float = 15.0  # longest time that a client may leave an answer unread
     overhead_bytes: int = 64 * 1024  # largest size of a request without its body
     pipelined: int = 8  # maximum requests on one connection that wait for an earlier answer

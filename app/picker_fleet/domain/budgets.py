@@ -11,7 +11,7 @@ from picker_fleet.domain.errors import BufferFull, PayloadTooLarge
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _FLOOR_BYTES_S = 512 * 1024  # an unfinished body that arrives at this rate is not dropped
-_PAUSE_S = 1.0  # nor is a faster one that pauses for this time
+_PAUSE_S = 1.0  # nor is a body dropped that arrived faster and pauses for this time
 _MIN_DROPPED_BYTES = 16 * 1024
 _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only, which slow large uploads must not block
 
@@ -74,7 +74,7 @@ class BodyBudget:
         self.held_bytes = 0
         self._clock = clock
         self.unfinished: dict[BodyBuffer, float] = {}  # until when each body is fast enough
-        self._none_until_s = 0.0  # until when all of them are
+        self._none_until_s = 0.0  # until when all unfinished bodies are fast enough
 
     def arrives(self, body: "BodyBuffer", size_bytes: int) -> None:
         """Record that `size_bytes` of the unfinished `body` have arrived."""

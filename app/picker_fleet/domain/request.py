@@ -278,8 +278,8 @@ class Endpoint:
 
     `max_inflight` bounds the endpoint's requests in flight from the whole fleet; None: no bound. The endpoint
     gets no new requests while it is `draining` (by discovery), `drained` (by an operator), `down`
-    (connections fail) or `ejected` (its answers fail). An endpoint that `decodes` serves whole requests; one
-    that `prefills` computes prompts for others, and one that `encodes` encodes media for others.
+    (connections fail) or `ejected` (its answers fail). An endpoint that `decodes` generates answers; one that
+    `prefills` computes prompts for other endpoints, and one that `encodes` encodes media for other endpoints.
     """
 
     address: str

@@ -115,7 +115,7 @@ StageHeader = Annotated[str, BeforeValidator(stage_header)]
 
 class Stage(Section):
     """One stage of a request, prefill or decode. `selector` is a Kubernetes label selector; null: the label
-    `llm-d.ai/role` decides. `scorers` null: the pool's scorers; for prefill only those about prefilling."""
+    `llm-d.ai/role` decides. `scorers` null: the pool's scorers; for prefill only scorers that serve it."""
 
     selector: Selector | None = None
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] | None = None

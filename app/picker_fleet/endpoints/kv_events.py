@@ -38,7 +38,7 @@ _IDLE_S = 1.0
 _REPLAY_S, _REPLAY_SILENCE_S = 60.0, 1.0
 _PAUSES_S = (0.5, 5.0)  # shortest and longest pause between two sessions
 _SEQUENCE_BYTES = 8
-_SUBSCRIBE = b"\x01"  # to all topics
+_SUBSCRIBE = b"\x01"  # the message that subscribes to all topics
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class EngineBlocks:
         yield Changes(is_cleared, stored)
 
     def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:
-        """Apply an event; yield pairs: link, whether the block is stored now. Ignore the first pair."""
+        """Apply an event; yield pairs: link, whether its block is stored. The first pair means nothing."""
         yield b"", False
         event = msgspec.msgpack.decode(text)
         kind = event["type"] if isinstance(event, dict) else event[0]
@@ -141,7 +141,7 @@ class EngineBlocks:
             self._known.clear()
             yield _ALL, False
         if kind not in _EVENTS:
-            return  # from a later version of the engine
+            return  # an unknown event, of a later version of the engine
         shape = _EVENTS[kind]
         fields = (
             event if isinstance(event, dict) else dict(zip(shape.__struct_fields__, event[1:], strict=False))
@@ -264,7 +264,7 @@ class KvEventReader:
             while True:
                 parts = await events.receive(_IDLE_S)
                 if parts is None:
-                    if expected is not None and not is_complete:  # until the subscription has taken effect
+                    if expected is not None and not is_complete:  # read what the subscription missed
                         expected, is_complete = await replay(expected), True
                     self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
                     continue

@@ -100,7 +100,7 @@ class Access:
 class Place:
     """Where to probe one endpoint, and where to find its metrics page."""
 
-    address: str  # for probes
+    address: str  # the address that probes use
     scheme: str
     page_address: str
     page_scheme: str

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from picker_fleet.domain.errors import PickerError
 
 NONE: frozenset[str] = frozenset()
-ASLEEP: Final = "asleep"  # as `unready`
+ASLEEP: Final = "asleep"  # the value of `unready` while the engine sleeps
 _ADAPTERS = ("active_adapters", "waiting_adapters", "idle_adapters")
 _SETS = (*_ADAPTERS, "models")
 _Count = Annotated[int, Meta(ge=0)]

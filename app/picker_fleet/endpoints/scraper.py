@@ -283,7 +283,7 @@ class Scraper:
             return metrics
         target.asleep = metrics.unready is not None
         if target.asks_sleep:
-            # The page does not show it. An engine that gives no usable answer is not asked again.
+            # The page does not show whether the engine sleeps. Do not ask again after an unusable answer.
             sleep = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
             target.asks_sleep, target.asleep = sleep is not None, sleep is not None and sleep.is_sleeping
         metrics = target.with_idle_adapters(metrics)

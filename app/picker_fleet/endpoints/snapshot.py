@@ -20,8 +20,8 @@ MAX_REMOVED: Final = 4096  # maximum removed endpoints listed at once; the oldes
 class Snapshot:
     """The fleet's endpoints at one moment; `version` changes whenever the endpoints change.
 
-    `decoders` are the endpoints that serve whole requests, `prefillers` those that prefill for decoders, and
-    `encoders` those that encode for decoders.
+    `decoders` are the endpoints that generate answers; `prefillers` compute prompts for decoders, and
+    `encoders` encode images, audio and video for decoders.
     """
 
     version: str

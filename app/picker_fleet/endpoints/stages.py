@@ -1,8 +1,8 @@
 """Assigns discovered endpoints to stages: decode, prefill and encode.
 
-An endpoint that decodes serves whole requests. An endpoint that prefills computes prompts for endpoints that
-decode, whose servers or sidecars fetch the KV cache; one that encodes turns their media into embeddings.
-pool.py puts `serving` between discovery and the fleet.
+An endpoint that decodes generates answers, and computes the prompts of requests that are not split. One that
+prefills computes prompts for endpoints that decode, whose servers or sidecars fetch the KV cache; one that
+encodes turns media into embeddings for them. pool.py puts `serving` between discovery and the fleet.
 """
 
 import logging

@@ -14,7 +14,7 @@ from typing import Final
 from picker_fleet.state.primary import keepalive_options
 
 _MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
-_PART_BYTES = 1024  # counted for each part besides its bytes, which bounds the number of parts
+_PART_BYTES = 1024  # added to the size of each part, so that the limit also bounds the number of parts
 _ANSWER_S = 5.0
 _COMMAND_PAUSE_S = 0.002  # pause after a command, such as a heartbeat
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame

@@ -1,11 +1,11 @@
 """Finds how many requests each endpoint should have in flight. Pure: observations in, decisions out.
 
 One controller serves a pool; fleet/limits.py feeds it. The fleet's own count is exact, so the controller only
-has to find the number at which an engine's batch is full and nothing waits behind the batch (docs/limits.md):
+has to find the number at which an engine's batch is full and no request waits behind it (docs/limits.md):
 
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
-  what it gets: first by doubling (slow start; Jacobson, "Congestion avoidance and control", 1988), after the
-  first signal of a full engine by small steps.
+  its requests at once: first by doubling (slow start; Jacobson, "Congestion avoidance and control", 1988),
+  after the first signal of a full engine by small steps.
 - A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
   The number of running requests then shows how many fit, so the limit falls to that number at once. After a
   fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that
@@ -15,7 +15,7 @@ has to find the number at which an engine's batch is full and nothing waits behi
   the pool then completes more requests a second; at times down, and back unless the rate holds.
 
 Limits count requests, or the tokens that the fleet has charged for requests in flight. In tokens, the page's
-fraction of running requests gives the number of running tokens. A load below the limit moves nothing.
+fraction of running requests gives the number of running tokens. A load below the limit moves no limit.
 """
 
 import math
@@ -36,7 +36,7 @@ _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
 _SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
-_KEPT: Final = 8  # figures of pages kept since the last change
+_KEPT: Final = 8  # most pages since the last change whose figures are kept
 # Trials without pages: each lasts until enough requests have ended to compare rates, or for the longest time.
 _TRIAL_S: Final = 3.0
 _TRIAL_REQUESTS: Final = 40
@@ -109,7 +109,7 @@ class EndpointLimit:
     queued_pages: int = 0  # pages in a row that showed a queue in the engine
     preemptions: float | None = None
     refusals: int | None = None
-    running: list[float] = field(default_factory=list)  # by each page since the last change
+    running: list[float] = field(default_factory=list)  # running requests on each page since the last change
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class _Trial:
 
     def rate(self, now_s: float, completed: int) -> float | None:
         """The rate since the trial began; None while too few requests have ended."""
-        if now_s <= self.began_s:  # a pause
+        if now_s <= self.began_s:  # the trial begins after a pause
             self.completed = completed
         lasted_s, ended = now_s - self.began_s, completed - self.completed
         if lasted_s < _TRIAL_S or (ended < _TRIAL_REQUESTS and lasted_s < _LONGEST_TRIAL_S):

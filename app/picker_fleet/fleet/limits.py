@@ -50,7 +50,7 @@ class LimitKeeper:
         self._followed: Mapping[str, FoundLimit] = {}  # the limits in force when another replica last led
         self._epoch_us = 0  # the epoch of the pool that has these limits
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
-        self._settled_s = 0.0  # from then on no other replica takes itself for the leader
+        self._settled_s = 0.0  # after this time no other replica takes itself for the leader
         self._dispatched = 0  # the number of grants at the last look
 
     async def look(self, pool: PoolState, snapshot: Snapshot, *, leads: bool) -> None:
@@ -81,7 +81,7 @@ class LimitKeeper:
         if not self._knows_the_limits(pool, now_s):
             found = await self._store.found_limits()
             if not self._controllers or (found and found != self._stored):
-                # A rolling restart may have changed the unit.
+                # A rolling restart may have changed the unit: ignore limits in another unit.
                 usable = {name: each for name, each in found.items() if each.unit == bounds.unit}
                 self._controllers = {stage: LimitController(**configured) for stage in _STAGES}
                 for stage, controller in self._controllers.items():
@@ -102,7 +102,7 @@ class LimitKeeper:
                 )
                 for address in (each.address for each in snapshot.decoders)
             },
-            # In tokens the stage prefill has no limits (lua/lib/flows.lua).
+            # If limits are in tokens, the stage prefill has none (lua/lib/flows.lua).
             PREFILL: {
                 address: Observation(pool.prefill_in_flight.get(address, 0), _page(readings.get(address)))
                 for address in (each.address for each in snapshot.prefillers if not in_tokens)

@@ -43,7 +43,7 @@ class Publisher:
         self._discovered: tuple[Endpoint, ...] | None = None  # the endpoints that this replica would publish
         self._discovered_version = ""
         self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> list of endpoints
-        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
+        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # address -> endpoint, its digest
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
         former, self._listed = self._listed, tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))

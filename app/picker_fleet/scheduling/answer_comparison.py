@@ -14,10 +14,10 @@ from picker_fleet.state import accounting_token
 ODD: Final = "unlike others"  # the reason of the fault
 _KEPT = 16  # last answers kept of each endpoint
 _FEWEST = 4  # fewer answers of an endpoint, or fewer good ones since its last refusal, prove nothing
-_OTHERS = 4  # maximum endpoints with which one is compared: the others that answered last
-_MARGIN = 2.0  # an answer counts as smaller or faster from this factor on
-_ODD, _GOOD, _FAILING = 2, -1, 8  # added to a score by each answer; the highest score: the endpoint fails
-_REFUSALS, _OF_ONE_FLOW = 16, 4  # odd refusals at which an endpoint fails; how many of one flow count for it
+_OTHERS = 4  # maximum other endpoints with which an endpoint is compared: the last to answer
+_MARGIN = 2.0  # an answer is smaller or faster than another only by more than this factor
+_ODD, _GOOD, _FAILING = 2, -1, 8  # added to `score` by an odd, a good answer; score of a failing endpoint
+_REFUSALS, _OF_ONE_FLOW = 16, 4  # odd refusals at which an endpoint fails; most that count of one flow
 _MOST_ENDPOINTS = 4096  # maximum endpoints kept, each for each path and model; about 5 KB each
 
 
@@ -90,13 +90,13 @@ class AnswerComparison:
 
     def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:
         self._most_endpoints = most_endpoints
-        # By path and model, then by address; the latest to answer is the last.
+        # (path, model) -> address -> endpoint; the endpoint that answered last is the last.
         self._compared: dict[tuple[str, str], dict[str, _Endpoint]] = {}
-        self._endpoints = 0  # of all paths and models
+        self._endpoints = 0  # number of endpoints in `_compared`
 
     def compare(self, end: Completion, token: str) -> Completion:
-        """The `end` of the request with this accounting token; `is_odd` if its answer is odd, with a `fault`
-        if its endpoint fails."""
+        """Return `end`, the end of the request with accounting token `token`, with `is_odd` set if its answer
+        is odd, and with a `fault` if its endpoint fails."""
         is_answer = token and end.is_read and end.outcome is Outcome.COMPLETED and not end.fault
         if not is_answer or end.service_s is None:
             return end

@@ -49,8 +49,8 @@ from picker_fleet.state.accounting_token import Keyring
 
 _log = logging.getLogger(__name__)
 
-# The most candidates with scores passed to the script: more would cost the script more than they improve the
-# choice. Of a sample, fewer: candidates then differ between picks, which costs the script more.
+# The most candidates that the script gets: further ones cost the script more than they improve the choice. If
+# picks look at samples, candidates differ between picks, and so cost the script more: pass fewer.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _TRIED = 1 / 8  # fraction of streams that are admitted although predicted to be late, by a factor below two
 _DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
@@ -62,7 +62,7 @@ _MOST_ENCODERS = 8
 
 class Choice(NamedTuple):
     """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice.
-    `prefill`: the candidates of the stage prefill in the same form; '': serve the request whole. `split` is
+    `prefill`: the candidates of the stage prefill in the same form; '': do not split the request. `split` is
     the reason for splitting the request or not; None if no endpoint may prefill for others."""
 
     candidates: str
@@ -320,7 +320,7 @@ class EndpointChooser:
         if prefiller is None:
             return choice
         cached = 0
-        if self._scores_prefixes:  # only with this scorer a request goes where its prompt is cached
+        if self._scores_prefixes:  # without this scorer, cached prompts attract no requests
             on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
             cached = max(on_decoders, default=0)
         times = StageTimes()

@@ -210,7 +210,7 @@ class PrefixIndex:
         return expected if expected is not None and expected.steps else None
 
     def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
-        """Whether `learn` would change anything: not if the cache has been cleared since its life `life`."""
+        """Whether `learn` would change anything; False if the cache was cleared after its life `life`."""
         cache = self._caches.get(address)
         return (
             cache is not None and life in (None, cache.life) and not cache.follows and cache.teaches(evidence)
@@ -331,7 +331,7 @@ class PrefixIndex:
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
-    """How many of `hashes`, counted from the first, are in `served`; the first must be."""
+    """How many of `hashes`, counted from the first, are in `served`, which must have the first."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2

@@ -58,19 +58,19 @@ class EndpointStates:
         # The following derive from the endpoint snapshot with version `_version`.
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
-        self._all_addresses: frozenset[str] = frozenset()  # of all stages
+        self._all_addresses: frozenset[str] = frozenset()  # addresses of the endpoints of all stages
         self._open: list[str] = []  # addresses of endpoints that take requests
         self._is_open: frozenset[str] = frozenset()
         self._selected: dict[Selector, list[str]] = {}  # selector -> addresses in `_open` with these labels
         self.samples = False  # whether picks look at a sample only
-        # Read at `_refreshed_s`.
+        # The following were read at the time `_refreshed_s`.
         self._refreshed_s = -REFRESH_S
         self._readings = readings.snapshot()
         self._in_flight: Mapping[str, int] = {}
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
         self._states: dict[str, EndpointState] = {}
-        # The states for picks without preferences; the same list object until the next draw.
+        # The states for picks without preferences; the list object stays the same until the next draw.
         self.common: list[EndpointState] = []
         self._common_addresses: frozenset[str] = frozenset()
         self._picks = 0  # number of picks that have looked at the current sample

@@ -17,7 +17,7 @@ _BY_SCORE = "highest `final`: the score with the live load in place of the load 
 _BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), relative to the limits that the fleet finds, ties in turn; "
-    "`live` is null if no fewer, or not compared"
+    "endpoints whose `live` is null have no fewer, or were not compared"
 )
 
 

@@ -157,7 +157,7 @@ class Forecasts:
                 self._routes.add(
                     ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), prefill_s, 0.0)
                 )
-            ttft_s = 0.0  # do not record it for the decode endpoint
+            ttft_s = 0.0  # unknown for the decode endpoint, which did not compute the prompt
         self._routes.add(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
 
     def _forecast(self, model: str, state: EndpointState, own_tokens: float = 0.0) -> Forecast:
@@ -180,7 +180,7 @@ def _own_tokens(request: InferenceRequest, state: EndpointState, matches: Mappin
 
 
 def _ttft_s(forecast: Forecast) -> float:
-    """The median, 0 if unknown."""
+    """The predicted median of TTFT in seconds; 0 if unknown."""
     return 0.0 if forecast.ttft is None else forecast.ttft.median_s
 
 

@@ -27,7 +27,7 @@ MIN_OBSERVATIONS: Final = 50  # fewer observations of a model give no prediction
 MAX_MODELS: Final = 64  # maximum models kept, the latest ones
 
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
-_PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # their positions
+_PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # positions of three of these terms
 _FIT_EVERY = 8  # observations between two fits
 _SWEEPS = 5  # maximum passes of a fit over the coefficients; a fit continues from the previous one
 # The number of observations that a fit remembers grows (Ljung, System Identification, on recursive methods):

@@ -28,7 +28,7 @@ class Filter(Protocol):
         """For each endpoint the reason to exclude it, or None; a single None keeps all."""
 
 
-# As `Scorer`; a suspended scorer from outside returns None (scheduling/extension_calls.py).
+# A `Scorer`, or an extension, which returns None while it is suspended (scheduling/extension_calls.py).
 AnyScorer = Callable[[PickRequest, Sequence[EndpointState]], Sequence[float] | None]
 
 

@@ -1,4 +1,4 @@
-"""Scorers, which rate the candidate endpoints for one request, and their inputs. `PickRequest` and
+"""Scorers, which rate the candidate endpoints for one request, and their inputs `PickRequest` and
 `EndpointState`.
 
 A scorer is a pure function. A scorer takes the pick request and the candidates, and returns one score in [0,

@@ -40,7 +40,7 @@ TOKENIZED: Final = ("/chat/completions", "/completions")  # path ends with bodie
 _PATH = "/tokenize"
 _HEADER = b"Content-Type: application/json\r\n"
 _DEADLINE_S = 1.0
-_PAUSE_S = 1.0  # without a request to an engine whose last answer was unusable
+_PAUSE_S = 1.0  # pause after an unusable answer before the engine is asked again
 _WORKERS, _MOST_WAITING = 2, 32
 _MOST_BODY_BYTES = 256 * 1024
 # Most bytes of an answer: 8 for each byte of the body, and 64 KiB for a chat template.
@@ -48,7 +48,7 @@ _ANSWER_BYTES, _FURTHER_BYTES = 8, 64 * 1024
 _PIECE = 256  # maximum blocks hashed at once, in less than a millisecond
 _MOST_BLOCKS: Final = 250_000  # tokenized blocks of prompts kept, in each of two tables of about 40 MB
 _MOST_OF_A_LINK = 64 * HASH_BYTES
-_MOST_OF_A_RECORD = 4000  # more blocks than an engine stores in a step
+_MOST_OF_A_RECORD = 4000  # most pairs in a record; an engine stores fewer blocks in a step
 _SIGN_S = 1.0  # seconds between two records that say that an engine's events are read
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class TokenPrefixes:
         while len(self._by_link) > _MOST_BLOCKS:
             self._by_link.popitem(last=False)
 
-    # The tokens of this replica's prompts.
+    # The methods below have the prompts that this replica places tokenized.
 
     def placed(self, request: InferenceRequest, address: str, path: bytes, body: Callable[[], bytes]) -> None:
         """Have the prompt of a request placed on `address` tokenized, if the prompt is new and few prompts

@@ -32,7 +32,7 @@ from picker_fleet.state.schema import (
     PROMPT_SIZE,
 )
 
-# Why a token is rejected.
+# Codes of the reasons why a replica rejects an accounting token.
 NO_TOKEN: Final = "no-token"
 UNSIGNED: Final = "unsigned"
 UNKNOWN_KEY: Final = "unknown-key"
@@ -47,7 +47,7 @@ _TRACEPARENT = "00-"
 
 _NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
 _FLOW, _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("flow", "cost", "model", "endpoint"))
-_FIELDS = len(ACCOUNTING_TOKEN)  # fields without time, priority, signature and traceparent
+_FIELDS = len(ACCOUNTING_TOKEN)  # number of fields before optional fields, signature and traceparent
 
 
 class Keyring:
@@ -179,7 +179,7 @@ def fault_of(token: str, request_id: str, keys: Keyring) -> str:
 
 def is_alone(token: str) -> bool:
     """Whether the request of `token` was placed without Redis."""
-    if ADMITTED_ALONE not in token:  # as in most tokens: return without a split
+    if ADMITTED_ALONE not in token:  # most tokens lack this field: do not split the token
         return False
     fields = token.split("\t")
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
@@ -214,7 +214,7 @@ def load_of(token: str) -> tuple[float, ...]:
 
 
 def prefill_of(token: str) -> tuple[str, tuple[float, ...]]:
-    """The prefill endpoint of a split request, and its load at the placement; '' for a whole request."""
+    """The prefill endpoint of a split request, and its load at the placement; '' without a split."""
     prefiller, *load = _optional(token, PREFILL).split(",")
     return prefiller, _numbers(load)
 
@@ -244,7 +244,7 @@ def prompt_size_of(token: str) -> int | None:
 
 def _optional(token: str, prefix: str) -> str:
     """The optional field that begins with `prefix`, without the prefix; '' if the token has none."""
-    if prefix in token:  # most tokens have few optional fields: return without a split
+    if prefix in token:  # most tokens have few optional fields: do not split the token in vain
         for field in token.split("\t")[_FIELDS:]:
             if field.startswith(prefix):
                 return field.removeprefix(prefix)

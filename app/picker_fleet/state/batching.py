@@ -66,7 +66,7 @@ MAX_BATCH = 16  # maximum items per script call: sixteen preemptions take well b
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # longest wait of decisions for earlier replies, and of ends for decisions
-_LONGEST_INTERVALS = 10  # cap of an interval between ends before averaging, in batch delays
+_LONGEST_INTERVALS = 10  # cap of an interval between requests' ends before averaging, in batch delays
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge", "prefilled")  # scripts for whose replies no caller waits
@@ -74,8 +74,8 @@ _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # maximum library loads per message; beyond, something keeps flushing the library
-_FOLLOW_S = 2.0  # seconds between questions to Sentinels or Cluster for the primary
+_MAX_LOADS = 5  # maximum library loads per message: with more, another client keeps flushing it
+_FOLLOW_S = 2.0  # seconds between two lookups of the primary at Sentinels or Cluster
 _LOAD_AGAIN_S = 1.0  # pause before loading a refused library again
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
@@ -161,8 +161,8 @@ class Message(msgspec.Struct, eq=False):
     the unanswered calls of a lost connection; the message is dropped if the new connection is lost, too.
 
     All messages are dropped when Redis is unavailable, or when this replica was paused for long. After a
-    drop, durable items are pending again, and so are views unless Redis is unavailable; all other items fail
-    with StateUnavailable."""
+    drop, durable items are pending again, and so are reads (views) unless Redis is unavailable; all other
+    items fail with StateUnavailable."""
 
     calls: list[Call]
     sent_s: float
@@ -309,7 +309,7 @@ class BatchingClient:
         return answer
 
     def _note_end(self) -> bool:
-        """Record that a request's end was submitted. Returns whether ends come faster than the delay."""
+        """Record a submitted end of a request. Returns whether ends come faster than `_BATCH_DELAY_S`."""
         now_s = self._loop.time()
         interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s
@@ -563,7 +563,7 @@ class BatchingClient:
 
     def on_stuck(self) -> None:
         if self._open:
-            self._on_lost("this connection is silent, and others are not")
+            self._on_lost("this connection is silent while Redis answers on new ones")
 
     def on_silent(self) -> None:
         self._fault = "no answer in time"

@@ -1,7 +1,7 @@
 """Calls, a connection to Redis, and failure detection: tells apart an unavailable Redis, a slow Redis, a
 stuck connection, and a pause of this replica itself.
 
-- Call is a script call or command with the items that its reply answers; DelayedCalls keeps some for later.
+- Call is a script call or command, and the items that its reply answers; DelayedCalls keeps calls to retry.
 - RedisConnection writes messages and passes on replies.
 - PauseDetector measures for how long this process did not run.
 - FailureDetector judges a silence of Redis. Pure; the detector counts only time in which this replica was
@@ -283,7 +283,7 @@ class PauseDetector:
             await asyncio.sleep(_BACKLOG_S)
 
     def tick(self, *, closely: bool = False) -> float:
-        """Note a tick. Returns the awake seconds since the last tick; asks the kernel too if `closely`."""
+        """Record a tick. Returns the awake seconds since the last tick, if `closely` also by the kernel."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._last_tick_s, 0.0)
         lost_s = max(elapsed_s - TICK_S, 0.0)

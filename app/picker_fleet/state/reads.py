@@ -19,11 +19,11 @@ from picker_fleet.state.schema import VIEW_LIMIT
 
 CHUNK = VIEW_LIMIT  # rows per call
 MAX_REPLICAS = 256
-THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
+THROTTLED = 2**32  # added to the group of a throttled flow queue
 _MAX_SCANS = 10  # maximum Redis calls for one page of workloads
 _SHARED_PART = 0.7  # fraction of a snapshot's maximum age after which a replica reads a new one
 _POLL_S = 0.02  # interval at which a replica looks for the snapshot that another replica is making
-_FIELDS_AT_ONCE = 500  # of a hash, in one call, which takes less than a millisecond
+_FIELDS_AT_ONCE = 500  # fields of a hash that one call reads, in less than a millisecond
 _MARK = "\x1e"  # first byte of the field with a replica's mark; no flow has this byte
 _PARSED_AT_ONCE = 250  # number of queues of a shared snapshot parsed between two pauses
 
@@ -34,7 +34,7 @@ class FlowQueueRow(NamedTuple):
     `oldest_s` and `weight` are the age and weight of the queue's oldest request; under `edf`, of the queue's
     next request."""
 
-    group: int  # rank of the band, highest priority first; plus THROTTLED while the flow is at its limit
+    group: int  # rank of the band, highest priority first; plus THROTTLED while dispatch skips the queue
     name: str
     start: float  # start tag
     queued: int

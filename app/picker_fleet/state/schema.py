@@ -38,7 +38,7 @@ class Refusal(enum.StrEnum):
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 # The states of a request in the pool, numbered from 1. `orphaned`: queued by a replica that is silent.
 STATES = ("queued", "orphaned", "granted", "placed")
-WAITING_STATES = 2  # the first two states: such a record has no endpoints, stock or tag
+WAITING_STATES = 2  # requests in the first two states wait: their records have no endpoints, stock or tag
 
 # UNPICKABLE is added to the load of an endpoint that takes no new requests.
 UNPICKABLE = 10**9
@@ -57,7 +57,7 @@ ACCOUNTING_TOKEN = (
 )  # fmt: skip
 ADMITTED_ALONE = "alone="  # prefix of an optional field: time of an admission without Redis
 PROMPT_SIZE = "prompt="  # prefix of an optional field: the size of the prompt's text (ingress/cost.py)
-# Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
+# Prefix of an optional field: the priority of a band without a name; `band` then has the nearest named band.
 OTHER_PRIORITY = "priority="
 # Prefix of an optional field: the endpoint's load when a streamed request was placed; Lua ignores it.
 PLACED_LOAD = "load="
@@ -67,8 +67,8 @@ PREFILL = "prefill="
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
 # counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither is
 # set, both are absent. While another endpoint computes the prompt of a placed request, its record ends in one
-# more text, the prefill endpoints, best first. If tenants charged the request, or it has waited, its state's
-# number is 4 more, and it has all parts, then RECORD_CHARGE (lua/lib/quotas.lua); else `tenancy` is 0.
+# more text, the prefill endpoints, best first. With tenants, a record that was charged or has waited has all
+# parts, then RECORD_CHARGE (lua/lib/quotas.lua), and 4 is added to its state's number; else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",

@@ -72,7 +72,7 @@ def name_of(verdict: AnyVerdict) -> str:
 
 
 def parse_verdict(reply: str) -> AnyVerdict:
-    """Raises ValueError for a reply that no script gives."""
+    """Parse a script's reply about one request. Raises ValueError for an unknown reply."""
     what, _, detail = reply.partition(" ")
     if what == "placed":
         endpoints, _, loads = detail.partition(" ")
@@ -101,8 +101,8 @@ _NOTIFIED: Mapping[str, Verdict] = {
 
 
 def parse_notification(what: str, about: str) -> Notification | None:
-    """The text `about` is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the
-    request. None for a malformed notification, because the channel is open to other programs."""
+    """Parse a notification; None if it is malformed, since other programs may write to the channel. `about`
+    is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request."""
     if what == "placed":
         parts = about.split(" ", 3)
         if len(parts) < 4:
@@ -138,7 +138,7 @@ class Store:
         connect_timeout_s: float,
         metrics: CallMetrics,
         signing: Keyring | None = None,
-        bands: Bands = Bands(),  # noqa: B008 - it only remembers what it has made
+        bands: Bands = Bands(),  # noqa: B008 - a cache of bands may be shared
     ) -> None:
         self.keys = Keys.of(pool)
         self._signing = signing or Keyring()
@@ -194,7 +194,7 @@ class Store:
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*',
         the call that grants the queued request also places it. `prefill`: candidates for the stage prefill in
-        the same form; '': serve the request whole.
+        the same form; '': do not split the request.
         """
         arrival = _arrival(request, attempt, candidates, age_s, prefill)
         return self._client.submit("admit", (arrival,), self._admitted)
@@ -270,7 +270,7 @@ class Store:
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
-        """`why` is cancelled, expired or withdrawn. The call is repeated until Redis accepts it."""
+        """Cancel a request; `why`: cancelled, expired, withdrawn. The call repeats until Redis accepts it."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
@@ -555,7 +555,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # a failed call: the next dispatches
+            if not call.cancelled() and call.exception() is None:  # else the next call dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self._replica).add_done_callback(finish)

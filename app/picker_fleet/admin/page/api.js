@@ -13,7 +13,7 @@ export class Problem extends Error {
     this.code = code;
   }
 
-  /** Whether a token, or another one, would help. */
+  /** Whether the call may succeed with a token, or with another token. */
   get needsToken() {
     return this.status === 401 || this.code === "operator_needed";
   }
@@ -26,8 +26,8 @@ export function read(path, parameters = {}) {
 }
 
 /**
- * A change under /api/v1: a POST, or the PATCH `patch`. Asks for a token if the API needs one, until it is right or
- * the operator cancels.
+ * A change under /api/v1: a POST, or the PATCH `patch`. If the API needs a token, asks the operator until the API
+ * accepts the token or the operator cancels.
  */
 export function change(path, patch) {
   declined = false;

@@ -55,7 +55,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
 
 const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad", ejected: "bad" };
 
-const STEP_S = 4; // a snapshot in five is kept: a fleet may have a thousand endpoints
+const STEP_S = 4; // keep only every fifth snapshot: a fleet may have a thousand endpoints
 const limits = new Map(); // address -> History of limit and requests (or tokens) in flight
 let isStaged = false; // whether some endpoint does not only decode
 
@@ -122,7 +122,7 @@ export function rememberEndpoints({ at, endpoints: listed }) {
   }
 }
 
-/** What an endpoint has in flight, in numbers and in words: of an endpoint that only prefills, its prefills. */
+/** An endpoint's requests in flight, as numbers and as text; its prefills if it only prefills. */
 function loadOf({ stages, in_flight: requests, limit, prefills, prefill_limit: prefillLimit }) {
   if (typeof prefills !== "number") return { inFlight: requests, limit, text: number(requests, 0) };
   const text = plural(prefills, "prefill");
@@ -152,7 +152,7 @@ function drain(button, { address, status, in_flight: inFlight }) {
       : `No replica will send it new requests. ${plural(inFlight, "request")} there will finish.`,
     yes: back ? "Undrain" : "Drain",
     path: `endpoints/${part(address)}/${back ? "undrain" : "drain"}`,
-    done: back ? `${address} takes requests again.` : `${address} gets nothing new.`,
+    done: back ? `${address} takes requests again.` : `${address} gets no new requests.`,
   });
 }
 
