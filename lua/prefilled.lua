@@ -1,8 +1,8 @@
 -- include: dispatch
 -- The first tokens of split requests have come: end the requests' prefill reservations. Then dispatch queued requests.
 --
--- Guarantees: a reservation is released once. An unknown request, one without a reservation, and a repeated call change
--- nothing (G6).
+-- Guarantees: a reservation is released once. An unknown request, a request without a reservation, and a repeated call
+-- change nothing (G6).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id

@@ -44,7 +44,7 @@ function view.rank_behind(sorted, score, member)
 end
 
 -- Append a row for each of `flow_queues` (name, start tag, name, start tag ...). Arrival, weight and share are taken
--- from the flow queue's first request: its oldest or, under edf, the one with the earliest deadline. `scales`, if
+-- from the flow queue's first request: its oldest or, under edf, the request with the earliest deadline. `scales`, if
 -- given, has a factor for each flow queue's share.
 function view.add_flow_queues(reply, band, throttled, flow_queues, scales)
   local heads = {}

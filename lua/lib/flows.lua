@@ -517,7 +517,7 @@ do
   end
 
   -- Append to `ids` the ids of up to `count` requests that the next turns may serve: equally many from each of the
-  -- first members of an order. Read one member more: if a turn removes a member, the next turn asks for the one after.
+  -- first members of an order. Read one further member, which the next turn needs if a turn removes a member.
   local function first_requests(band, members, count, ids)
     local front = read_ahead.scored_front(members, count + 1)
     local each, odd = math.floor(2 * count / #front), 2 * count % #front

@@ -14,7 +14,7 @@ do -- a chunk may have 200 locals
   -- once. Amounts are cached between calls while only this library changes the pool: `stored` is the amount last
   -- written to Redis, `stored_ms` when it was written; the cached amount of a budget is valid until `ends_ms`.
   local calls = 0 -- number of this call
-  local decode -- (limit, text) -> number
+  local decode -- function: (limit, stored text) -> used amount
 
   local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
   local wanted, asked = {}, {} -- reused by each call: limits whose amount must be read, and their fields in `balances`

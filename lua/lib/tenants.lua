@@ -51,9 +51,9 @@ do -- a chunk may have 200 locals
   -- The inner node above a member of an order: a flow queue, or an inner node.
   function tenants.parent(member) return parents[member] or find_parent(member) end
 
-  -- The settings of nodes. A node has its own settings, else the settings for all children of its parent (PARENT/*),
-  -- else the settings for all nodes of its level (*/*). Nodes that share settings share one `kind`, which has the
-  -- constants of the settings; a node keeps only its path and balances.
+  -- A node has its own settings, else the settings for all children of its parent (PARENT/*), else the settings for all
+  -- nodes of its level (*/*). Nodes that share settings share one `kind`, which has the constants of the settings; a
+  -- node keeps only its path and balances.
   local PERIODS = {day = true, week = true, month = true}
   local UNITS = {requests = true, tokens = true, prompt_tokens = true, answer_tokens = true}
   local function parse_kind(level, text)

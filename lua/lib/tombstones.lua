@@ -24,7 +24,7 @@ end
 
 -- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
 -- has the request in its journal, and must not restore it (renew). The set `unheard` has requests in flight that were
--- reclaimed without a report of their end; if one still runs, its next renewal restores it. Scores are times in ms.
+-- reclaimed without a report of their end; a request that still runs is restored by its next renewal. Scores: time, ms.
 local tombstones = {}
 do
   local LATE_MS = 2000 -- largest error of the time that a replica reports for an admission or renewal

@@ -80,7 +80,7 @@ _UNREACHABLE: Responses = {
 }
 _PAGED: Responses = {
     400: {**PROBLEM, "description": "`bad_cursor`"},
-    422: {**PROBLEM, "description": "`bad_limit`, `bad_band`: names what would be valid"},
+    422: {**PROBLEM, "description": "`bad_limit`, `bad_band`: `detail` names the valid values"},
     **_UNREACHABLE,
 }
 _UNKNOWN: Responses = {404: {**PROBLEM, "description": "the object that the path names is unknown"}}

@@ -53,7 +53,7 @@ class BandState(BaseModel):
 class State(_Open):
     """The shared state as this replica reads it now; later versions may add keys."""
 
-    pool: str = Field(description="names the keyspace in Redis")
+    pool: str = Field(description="the pool's name, also in its Redis keys")
     replica: str = Field(description="the replica that answered")
     degraded: bool = Field(description="this replica works without the shared state")
     stock: float = Field(description="requests or tokens in flight, fleet-wide")
@@ -142,10 +142,10 @@ class Tenant(_Open):
     )
     settings_of: str | None = Field(description="the path that has the settings; null: nothing is set")
     weight: float = Field(description="its weight among its siblings")
-    over_limit: Literal["queue", "demote", "reject"] = Field(description="what happens beyond a limit")
+    over_limit: Literal["queue", "demote", "reject"] = Field(description="treatment of requests over a limit")
     limits: list[TenantLimit] = Field(description="its limits and budget, with their balances")
     in_flight: int | None = Field(
-        description="requests in flight, and those that wait unless `over_limit` is `queue`; null: not "
+        description="requests in flight, and waiting requests unless `over_limit` is `queue`; null: not "
         "counted, without a limit of `parallel`"
     )
     served_cost: float | None = Field(

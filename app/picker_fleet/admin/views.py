@@ -173,7 +173,7 @@ class FleetView:
         ]
         fields = asdict(pool)
         for name in ("about", "limits", "prefill_in_flight", "prefill_limits"):
-            del fields[name]  # the endpoints' rows show these fields
+            del fields[name]  # fields that the rows of endpoints show
         bounds = models.Bounds(
             lower=fields.pop("lower"), watermark=state.watermark, upper=fields.pop("upper")
         )

@@ -1,16 +1,16 @@
-"""Which paths reach a model server, and which request headers a client may set (docs/security.md).
+"""The paths that reach a model server, and the request headers that a client may set (docs/security.md).
 
 The picker applies these rules to each request; the configuration and Envoy's routes follow the same rules.
 
-`APIS` lists the APIs of engines, one a row. A row matches whole segments at the end of a path, so that a
+Each row of `APIS` is an API of an engine. A row matches whole segments at the end of a path, so that a
 route may strip a prefix later. The client's path, up to the `?` and without one trailing slash, is compared
 byte for byte. Model servers get the path unchanged, so a path that needs normalising (`//`, `..`, `%2e`,
 `;x=1`) matches no row. Requests that could administer an engine are refused in any spelling.
 
 Steering headers decide a request's flow, band or model. Steering headers, and the headers of `tenants`, count
 only if trusted. The setting `extproc.trusted_headers` lists the trusted headers for the picker; the Envoy
-that `picker envoy-config` sets up removes all of these headers but those in `--trust-headers`. A trusted
-header is trusted in both spellings, `x-gateway-…` and `x-llm-d-…`.
+that `picker envoy-config` sets up removes all steering headers except the headers in `--trust-headers`. A
+trusted header is trusted in both spellings, `x-gateway-…` and `x-llm-d-…`.
 """
 
 import re
@@ -347,7 +347,7 @@ ENCODERS: Final = "x-encoder-hosts-ports"
 # Headers by which llm-d's sidecar also learns hosts (llm-d-router, pkg/common/routing); not set here.
 OF_SIDECAR: Final = ("x-data-parallel-host-port", "x-kv-cache-source-host-port", "x-prefiller-url")
 NEVER_TRUSTED = (DESTINATION, SUBSET, SERVED, PREFILLER, ENCODERS, *OF_SIDECAR)
-# Headers that any client may set for its own request. Trusting such headers changes nothing.
+# Headers that any client may set for its own request, even if `extproc.trusted_headers` lacks them.
 ALWAYS_KEPT = (
     "x-workload-context",
     "x-llm-d-inference-ttl",
@@ -404,8 +404,8 @@ def trusted(named: Iterable[str]) -> frozenset[str]:
 
 
 def untrusted(named: Iterable[str], custom: Iterable[str] = ()) -> tuple[str, ...]:
-    """The headers that Envoy must remove from a client's request if only those `named` are trusted; `custom`
-    are the headers of tenants."""
+    """The headers that Envoy must remove from a client's request if only the headers `named` are trusted;
+    `custom` are the headers of tenants."""
     names = frozenset(named)
     kept = trusted(names)
     steering = (name for pair in STEERING for name in pair if name not in kept)

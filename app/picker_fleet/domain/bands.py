@@ -52,7 +52,7 @@ class Band:
     band make room for requests of higher bands. Requests of a `guaranteed` band are not refused because of
     the number of waiting flows, nor because of their criticality. At most `capacity` requests wait in the
     band, with bodies of at most `bytes` bytes in total; None: no limit. `criticality` names the nearest of
-    the three bands named after criticalities; `is_named` is True for these three bands.
+    the three bands named after criticalities; `is_named` is True for the three named bands.
     """
 
     CRITICAL: ClassVar["Band"]

@@ -228,8 +228,8 @@ class _PoolBudget(BodyBudget):
 
 
 def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
-    """A body budget for each of `pools`. Of several pools each gets an equal part of half of `limit_bytes`,
-    and all borrow from the other half, so no pool can stop another.
+    """A body budget for each of `pools`. Each of several pools gets an equal part of half of `limit_bytes`;
+    all borrow from the second half, so no pool can stop another.
     """
     if len(pools) == 1:
         return {name: BodyBudget(limit_bytes) for name in pools}

@@ -43,7 +43,7 @@ def series_of(text: str) -> Series:
 
 
 # How to combine series that differ in one label. `same`: each series has the whole value; take the highest
-# value. `total`: the series whose label is empty has the sum of the others; take that series. Series that
+# value. `total`: take the series whose label is empty, which has the sum of the other series. Series that
 # differ in a label without a mode are added up.
 Aggregation = Literal["same", "total"]
 _RANKS: Mapping[str, Aggregation] = MappingProxyType(

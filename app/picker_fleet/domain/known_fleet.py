@@ -12,7 +12,7 @@ from picker_fleet.domain.tenants import Tree
 
 
 class KnownFleet:
-    """The fleet as of the last heartbeat; before the first one, only the configuration.
+    """The fleet as of the last heartbeat; before the first heartbeat, only the configuration.
 
     `config` includes the live changes. `live` has the ids of the live replicas, including this one;
     `in_flight` maps endpoints to their numbers of requests in flight, `prefills` to the numbers of prompts

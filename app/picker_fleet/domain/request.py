@@ -184,7 +184,7 @@ class Completion(NamedTuple):
         return is_success and not self.fault and not self.is_odd
 
 
-# Values of `Fault.why`; `fault_of` returns further ones.
+# Values of `Fault.why`; the function `fault_of` returns further values.
 FULL: Final = "full"  # the endpoint takes no more requests for now
 CONNECT: Final = "connect"  # the endpoint accepts no connection
 
@@ -214,7 +214,7 @@ class Alive(NamedTuple):
 
 def largest_claim(share: float, bound: float) -> float:
     """The most stock that one request takes under `bound`. This is `share` of the bound, but at least 1 unit,
-    or the whole bound if it is below 1 unit. The Lua scripts compute the same amount."""
+    or the whole bound if the bound is below 1 unit. The Lua scripts compute the same amount."""
     return max(share * bound, min(1.0, bound))
 
 
@@ -266,7 +266,7 @@ KV_EVENTS_PORT = "picker-fleet/kv-events-port"  # overrides `scheduling.kv_event
 
 
 class Ejection(NamedTuple):
-    """Why an endpoint is ejected, and until when (Redis's clock). Then a probe decides about its return."""
+    """Why an endpoint is ejected. After `until_ms` (Redis's clock) a probe decides whether it returns."""
 
     reason: str
     until_ms: int

@@ -30,7 +30,7 @@ class ScorerUse(NamedTuple):
 IN_FLIGHT: Final = "in-flight"
 SLO_HEADROOM: Final = "slo-headroom"
 TOPOLOGY: Final = "topology"
-# The scorers of this project; further ones come from outside (domain/extensions.py).
+# The scorers of this project; extensions are further scorers (domain/extensions.py).
 BUILT_IN: Final[Mapping[str, ScorerUse]] = {
     "queue-depth": ScorerUse(pages=True, prefill=True),
     "kv-cache": ScorerUse(pages=True),

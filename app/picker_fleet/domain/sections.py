@@ -1,6 +1,6 @@
 """The sections of the settings tree, with their defaults and the checks within one section.
 
-config.py loads and checks them together; no code changes them later. Setting names follow those in spec 003.
+config.py loads and checks them together; no code changes them later. The names of settings follow spec 003.
 """
 
 import math
@@ -118,13 +118,13 @@ class ExtProc(Section):
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
     max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies in a replica
     body_timeout: Duration = Field(60.0, gt=0)  # time for a body to arrive, the wait in the queue excluded
-    # Headers for flow, band or model that Envoy sets or checks; the picker ignores all other such headers.
+    # Headers for flow, band or model that Envoy sets or checks; the picker ignores headers not listed here.
     trusted_headers: tuple[Annotated[str, BeforeValidator(trusted_name)], ...] = ()
     # Namespace of the metadata that name the picked endpoint (spec 002) and the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # how many proxies before Envoy append to x-forwarded-for
     paths: tuple[AllowedPath, ...] = ()  # paths allowed in addition to allowlist.APIS
-    # Requests for unlisted paths: refuse all, or pass all except those that could administer an engine.
+    # Requests for unlisted paths: refuse all, or pass all except requests that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # limit of `read` requests a second in each replica
     drain_grace: Duration = 2.0  # a drain reports NOT_SERVING this long before streams are refused
@@ -405,7 +405,7 @@ class FairRequestQueue(Section):
         return self
 
 
-# Keys that set the bounds of the stock by hand. These keys imply the mode `static`.
+# Keys that set the bounds of the stock by hand. A key of these implies the mode `static`.
 _BOUNDS = (
     "watermark_per_backend",
     "percentage_deviation_for_bounds",

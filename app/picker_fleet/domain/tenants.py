@@ -3,7 +3,7 @@
 A request's flow is a path, such as `acme/search/key-17`; each prefix of the path is a node. A configured node
 gives weight, limits and budget to the node of its path. A last `*` stands for every child without a node of
 its own (`acme/*`), and a path of `*` alone for every node of its level (`*/*`). The scripts divide capacity
-and charge requests by these nodes (lua/lib/tenants.lua).
+and charge requests by the tree's nodes (lua/lib/tenants.lua).
 """
 
 import itertools
@@ -191,7 +191,7 @@ class Tenants(Section):
     headers: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_LEVELS)
     nodes: Annotated[tuple[Node, ...], BeforeValidator(_few_nodes)] = ()
     prices: Mapping[Name, Price] = Field(default={}, max_length=1000)  # by model; `*`: any other model
-    file: FilePath | None = None  # a YAML file with the list of nodes, watched
+    file: FilePath | None = None  # a watched YAML file with the list of nodes
 
     @field_validator("separator")
     @classmethod

@@ -56,7 +56,7 @@ class DnsSource:
             async with asyncio.TaskGroup() as group:
                 for family in _FAMILIES:
                     group.create_task(self._refresh(family))
-            # At the start, do not report an empty list while only one family has answered.
+            # At the start, do not report an empty list while only one address family has answered.
             begun = reported is not None or len(self._known) == len(_FAMILIES)
             if begun or any(self._known.values()):
                 hosts = sorted({host for family in _FAMILIES for host in self._known.get(family, ())})

@@ -195,8 +195,8 @@ class KvEventReader:
     socket, if there is one, has the next port. One event loop.
 
     A session lasts as long as a connection. It first reads the past batches that the engine still has, and
-    reads missed batches again. If those are gone, or a batch is malformed or out of order, a new session
-    begins.
+    reads missed batches again. If missed batches are gone, or a batch is malformed or out of order, a new
+    session begins.
     """
 
     def __init__(self, port: int, listener: Listener) -> None:
@@ -231,8 +231,8 @@ class KvEventReader:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _follow(self, address: str, port: int) -> None:
-        """Run one session after the other; the pause between short ones doubles. Log why a session ended, but
-        no reason twice in a row."""
+        """Run one session after another; the pause between short sessions doubles. Log why a session ended,
+        but no reason twice in a row."""
         pause_s, logged = _PAUSES_S[0], ""
         while True:
             began_s = time.monotonic()
@@ -270,7 +270,7 @@ class KvEventReader:
                     continue
                 sequence, payload = _content(parts)
                 if sequence <= last:
-                    return  # the engine counts anew behind a proxy that keeps the connection
+                    return  # the engine has restarted behind a proxy that keeps the connection
                 last = sequence
                 if expected is not None and sequence > expected:
                     expected = await replay(expected)
@@ -295,7 +295,7 @@ class KvEventReader:
         """Read the past batches that the engine still has, from number `start` on. Returns the number of the
         next batch, None if there is no replay socket. Raises ValueError.
 
-        The engine drops batches that its socket cannot send at once: these are asked for again.
+        The engine drops batches that its socket cannot send at once: ask for the dropped batches again.
         """
         expected = start or None
         with contextlib.suppress(ConnectionError):

@@ -50,7 +50,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
 
 
 def message_head(sender: str) -> bytes:
-    """The bytes with which every message of `sender` begins, and only those messages."""
+    """The bytes with which every message of `sender` begins, and no other message."""
     return msgspec.json.encode({"from": sender})[:-1] + b","
 
 

@@ -2,7 +2,7 @@
 
 A vLLM metrics page has hundreds of lines, of which the picker needs six. An endpoint's page may be read ten
 times a second. So PageReader does not parse the whole page: it searches for the wanted names, and parses only
-the lines that begin with one. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
+lines that begin with a wanted name. Format: Prometheus' text exposition format 0.0.4, without exemplars.
 
 A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
 but the work on it is bounded. A malformed line loses only its own metric.

@@ -139,7 +139,7 @@ def _is_path(path: str) -> bool:
 
 
 class Connection:
-    """Sends requests to `address` (`ip:port`), one after the other. One event loop.
+    """Sends requests to `address` (`ip:port`), one at a time. One event loop.
 
     The client connects at the first request, and again after the connection has ended. If a keep-alive
     connection ends without a byte of the response, the request is sent once more on a new connection. `close`

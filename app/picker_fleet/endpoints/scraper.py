@@ -154,8 +154,8 @@ class Scraper:
         return found
 
     def suspect(self, addresses: Sequence[str], *, notify: bool = False) -> None:
-        """Read the pages of `addresses` more often for a while: these endpoints may have lost requests in
-        flight. With `notify`, the replicas that scrape the other `addresses` do the same."""
+        """Read the pages of `addresses` more often for a while: requests in flight there may have ended
+        unreported. With `notify`, other replicas do so for the `addresses` that they scrape."""
         if notify:
             self._unsent_suspects = tuple(addresses)
         until_s = self._clock() + _SUSPECTED_S

@@ -112,7 +112,7 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # a scraper publishes at each look; after missing this many it is silent
+_SILENT_LOOKS = 3  # a scraper publishes at each look; after so many missed looks it counts as silent
 # A replica spends 1 % of a core on scraping (endpoints/scraper.py), enough for about 16 endpoints whose pages
 # take their servers 8 ms each.
 _ENDPOINTS_A_SCRAPER = 16

@@ -1,7 +1,7 @@
 """A replica's membership in the fleet: heartbeats, publishing, sweeping, polling, renewal of leases.
 
 pool.py runs the class `Membership`, which sends the heartbeats, renews leases, and runs a `Publisher`
-(publisher.py), a `Sweeper` and a `NotificationPoller`. It decides about no request.
+(publisher.py), a `Sweeper` and a `NotificationPoller`. This module decides about no request.
 """
 
 import asyncio
@@ -142,7 +142,7 @@ class NotificationPoller:
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
 
     async def _poll(self) -> int:
-        """Deliver the notifications in Redis. Returns the number of those that were not yet delivered."""
+        """Deliver the notifications in Redis. Returns how many notifications were new."""
         found = 0
         with contextlib.suppress(StateFault):
             for notification in await self._store.notifications():
@@ -156,8 +156,8 @@ class Membership:
     """Sends this replica's heartbeats, and acts on each reply: publishes, registers requests again, follows
     live changes, reads the shared state. One event loop.
 
-    Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for one at once. Each live change
-    calls `on_config` with the configuration and its live changes; `on_suspects` is for `Sweeper`. Each
+    Each heartbeat publishes `replica_info()` as JSON; `heartbeat_now` asks for a heartbeat at once. Each live
+    change calls `on_config` with the configuration and its live changes; `on_suspects` is for `Sweeper`. Each
     heartbeat also sends the counts of `usage`, which only fleets with tenants have.
     """
 

@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
 _SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
 _KEPT: Final = 8  # most pages since the last change whose figures are kept
-# Trials without pages: each lasts until enough requests have ended to compare rates, or for the longest time.
+# Trials without pages: a trial lasts until enough requests have ended to compare rates, but not too long.
 _TRIAL_S: Final = 3.0
 _TRIAL_REQUESTS: Final = 40
 _LONGEST_TRIAL_S: Final = 20.0

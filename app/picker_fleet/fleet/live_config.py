@@ -304,7 +304,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
     tenants = {} if settings.tenants is None else {"tenants": settings.tenants.shared()}
     overdue_s = queue.starvation_after
-    # Prefills count as requests. In mode `adaptive` the scripts replace these limits by the found ones.
+    # Prefills count as requests. In mode `adaptive` the scripts replace configured limits by found limits.
     prefill_caps: dict[str, object] = {}
     if controller.unit == "requests":
         most = controller.initial_limit if controller.is_adaptive else round(controller.watermark_per_backend)

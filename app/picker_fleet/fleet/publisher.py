@@ -82,7 +82,7 @@ class Publisher:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Compute the endpoints to publish: the discovered endpoints, new ones marked as draining."""
+        """Compute the endpoints to publish: the discovered endpoints, of which new ones drain."""
         assert self._listed is not None
         self._discovered = tuple(
             replace(each, draining=True) if each.address in self._new else each for each in self._listed
@@ -158,7 +158,7 @@ class Publisher:
             config_version=self._config_version,
             endpoints_version=self._discovered_version,
         )
-        # Under this configuration the same live change may yield other overrides than under the former one.
+        # A live change may yield other overrides under this configuration than under the last.
         current = await self._store.live_config()
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)

@@ -69,7 +69,7 @@ class UsageMeter:
         """Send all counts, or else a mark that this replica has none. `leaves`: this is the last call.
 
         Raises:
-            StateFault: Redis has not taken all counts; the next call sends the others.
+            StateFault: Redis has not taken all counts; the next call sends the remaining counts.
         """
         async with self._sending:
             while True:

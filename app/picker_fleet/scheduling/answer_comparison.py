@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.state import accounting_token
 
-ODD: Final = "unlike others"  # the reason of the fault
+ODD: Final = "unlike others"  # `Fault.why` of an endpoint that fails by its odd answers
 _KEPT = 16  # last answers kept of each endpoint
-_FEWEST = 4  # fewer answers of an endpoint, or fewer good ones since its last refusal, prove nothing
+_FEWEST = 4  # fewer answers of an endpoint, or good answers since its last refusal, prove nothing
 _OTHERS = 4  # maximum other endpoints with which an endpoint is compared: the last to answer
 _MARGIN = 2.0  # an answer is smaller or faster than another only by more than this factor
 _ODD, _GOOD, _FAILING = 2, -1, 8  # added to `score` by an odd, a good answer; score of a failing endpoint
@@ -79,8 +79,8 @@ class AnswerComparison:
     A server that fails fast is always the emptiest, and would attract most requests. An answer is odd if it
     is like none of the last answers of most other endpoints; never if it reports its tokens. Two answers are
     alike in two of three ways: (1) they have the same status and content type, or both report tokens; (2) the
-    one has at least half the other's bytes; (3) it took at least half the other's time. Good servers seldom
-    give odd answers: an endpoint fails if about half of its answers are odd.
+    first has at least half the second's bytes; (3) the first took at least half the second's time. Good
+    servers seldom give odd answers: an endpoint fails if about half of its answers are odd.
 
     Clients' errors cause refusals (4xx) at all endpoints: a refusal is odd only if the last four answers of
     most other endpoints are good. An endpoint fails at 16 odd refusals without a good answer between. Of one

@@ -100,7 +100,7 @@ class CacheWatch:
         self._refused.add(address)
 
     def read(self, address: str, page: EndpointMetrics) -> None:
-        """Compare a new page of the endpoint with the one before."""
+        """Compare a new page of the endpoint with its last page."""
         last, others = self._last.get(address), self._readings.last_read(address)
         if last is None or (others is not None and others.scraped_ms > last.scraped_ms):
             last = others

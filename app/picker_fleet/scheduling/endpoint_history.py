@@ -35,7 +35,7 @@ MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the hash tables are.
 BYTES_PER_BLOCK: Final = 250
 HOLDER_BYTES_PER_BLOCK: Final = 150  # additional bytes per block if the index keeps holders
-_MOST_HOLDERS: Final = 4  # maximum endpoints kept per hash, the latest ones
+_MOST_HOLDERS: Final = 4  # maximum endpoints kept per hash: the last that served it
 _WITH_EVICTED = 1.5  # hashes kept per endpoint, as a multiple of the blocks that its engine keeps
 _BYTES_PER_TOKEN = 4.0  # JSON bytes a token, until answers show a moving mean
 _NEW_SHARE = 0.05
@@ -150,7 +150,7 @@ class PrefixIndex:
         self._caches: dict[str, EngineCache] = {}
         self._kv_tokens: dict[str, float] = {}  # address -> tokens of its KV cache, by its page
         self._bytes_per_token = _BYTES_PER_TOKEN
-        self._followed: dict[str, tuple[int, float]] = {}  # address -> tokens of a block, until when
+        self._followed: dict[str, tuple[int, float]] = {}  # address -> tokens of a block, valid until
         self._holders: dict[bytes, tuple[str, ...]] | None = None
 
     def __len__(self) -> int:

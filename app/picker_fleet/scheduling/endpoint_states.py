@@ -2,9 +2,9 @@
 
 In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all endpoints. In a larger pool a pick looks at
 `SAMPLED` endpoints that take requests (the power of d choices, Mitzenmacher 1996), and at a few endpoints
-with affinity to the request: those that have served the longest prefixes of its prompt, have its session, or
-run its adapter. The sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE` picks.
-So the cost of a pick is independent of the size of the pool (docs/decisions.md, 25).
+with affinity to the request: endpoints that have served the longest prefixes of its prompt, have its session,
+or run its adapter. The sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE`
+picks. So the cost of a pick is independent of the size of the pool (docs/decisions.md, 25).
 """
 
 import random

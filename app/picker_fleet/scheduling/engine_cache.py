@@ -75,7 +75,7 @@ def evidence_of(expected: Expectation, cached_blocks: float) -> Evidence:
 
 class EngineCache:
     """The blocks that one endpoint was sent, in the order of their last use. `cached` has the blocks
-    predicted to be cached, `evicted` the older ones, each with its last request's number."""
+    predicted to be cached, `evicted` older blocks, each with its last request's number."""
 
     __slots__ = (
         "_has_holes", "_left", "_log_factor", "_number", "_since_s", "_strikes", "_told",

@@ -109,7 +109,7 @@ class Calls(Generic[R]):
         threading.Thread(target=self._run, name=label, daemon=True).start()
 
     def __call__(self, *arguments: Any) -> R | None:
-        """The extension's result; None if it is left out."""
+        """The extension's result; None if the extension is left out."""
         if not self._is_free():
             self._on_fault(self._label, "suspended")
             return None

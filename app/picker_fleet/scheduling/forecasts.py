@@ -119,7 +119,7 @@ class Forecasts:
         prefiller: EndpointState,
         matches: Mapping[str, int],
     ) -> MetLoads:
-        """As `placed`, for a split request."""
+        """Like `placed`, but for a split request."""
         load, prefill = self._place(_SPLIT + request.model, request, prefiller, matches)
         prefill_s = prefill and prefill.p90_s + _ttft_s(self._forecast(request.model, decoder))
         met = MetLoads(prefill_s=prefill_s)

@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 MIN_OBSERVATIONS: Final = 50  # fewer observations of a model give no prediction
-MAX_MODELS: Final = 64  # maximum models kept, the latest ones
+MAX_MODELS: Final = 64  # maximum models kept, the most recently observed
 
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
 _PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # positions of three of these terms

@@ -5,7 +5,7 @@ Every request waits at its decode endpoint for earlier prompts and for room in t
 also waits for the prefill endpoint and for the transfer of its KV cache. The prompt of a whole request delays
 the answers that run on the decode endpoint by the time of its prefill, which is the reason to separate the
 stages (DistServe, Zhong et al. 2024). If the prefill endpoint also writes answers, a split delays its
-answers. `auto` takes the choice that adds less predicted waiting time, over all these requests.
+answers. `auto` takes the choice that adds less predicted waiting time, over all requests that it delays.
 
 Until both choices of a model have been observed, prompts of more than `START_TOKENS` are split: the default
 of Dynamo's `max-local-prefill-length`, whose guide shows that GPUs prefill shorter prompts inefficiently. A
@@ -36,8 +36,8 @@ class StageTimes(NamedTuple):
 
 
 class SplitDecision(NamedTuple):
-    """`tokens`: how many tokens of the prompt are cached on no decode endpoint. `explores`: the other choice
-    was expected to be better."""
+    """`tokens`: how many tokens of the prompt are cached on no decode endpoint. `explores`: the decision
+    takes the choice that is predicted to be worse, to learn its time."""
 
     is_split: bool
     tokens: float

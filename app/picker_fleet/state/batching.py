@@ -563,7 +563,7 @@ class BatchingClient:
 
     def on_stuck(self) -> None:
         if self._open:
-            self._on_lost("this connection is silent while Redis answers on new ones")
+            self._on_lost("this connection is silent; Redis answers on new connections")
 
     def on_silent(self) -> None:
         self._fault = "no answer in time"

@@ -133,7 +133,7 @@ class FoundLimit(msgspec.Struct, frozen=True):
     """The limit that the fleet has found for one endpoint, and why it last moved (fleet/limit_controller.py).
 
     The limit is in `unit` (requests or tokens). `changed_ms` is by Redis's clock. A new leader continues from
-    the other fields.
+    the remaining fields.
     """
 
     limit: int

@@ -125,7 +125,7 @@ async def find_primary(url: str, key: str) -> Node:
 
 
 class _Following(Connection):
-    """A connection to the server that `find` names; closes if a reply shows that it is not the primary."""
+    """A connection to the server that `find` names; closes if a reply shows another primary."""
 
     def __init__(self, *, find: Callable[[], Awaitable[Node]] | None = None, **options: Any) -> None:
         super().__init__(**options)

@@ -90,7 +90,7 @@ class RequestRow(NamedTuple):
 
 class Usage(NamedTuple):
     """The usage of ended requests. `unreported`: served requests whose usage the model server did not report;
-    of the other figures only `requests` counts them. `prompt_tokens` include `cached_tokens`. `cost` is in
+    no further figure except `requests` counts them. `prompt_tokens` include `cached_tokens`. `cost` is in
     the units of `tenants.prices`."""
 
     requests: int
@@ -477,7 +477,7 @@ _FIELDS = list(FlowQueueRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """`fresh_s`: for how long no replica reads a newer snapshot; `good_s`: how long this one may be used."""
+    """`fresh_s`: for how long no replica reads a newer snapshot; `good_s`: how long replicas may use it."""
 
     page: FlowQueuePage
     fresh_s: float

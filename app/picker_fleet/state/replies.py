@@ -18,7 +18,7 @@ class Placed:
     """The request runs on the first endpoint. The field `loads` has the loads that the script compared, in
     the form of `lua/place.lua`; '' if the request was placed before. The field `quota` has the balances of
     its tenant, in the form of `quotas.shown` in `lua/lib/quotas.lua`; '' without limits. The first of
-    `prefillers`, if any, computes the prompt (its stage prefill is reserved); the others are fallbacks."""
+    `prefillers`, if any, computes the prompt (its stage prefill is reserved); further ones are fallbacks."""
 
     endpoints: tuple[str, ...]
     loads: str = field(default="", compare=False)

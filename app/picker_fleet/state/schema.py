@@ -16,7 +16,7 @@ from typing import get_args
 from picker_fleet.domain.bands import BandPolicy, Fairness, Ordering, Overload, WaitSignal
 from picker_fleet.domain.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
 
-# The format of a pool's state. A replica neither reads nor changes a pool of another format, or without one.
+# The format of a pool's state. A replica neither reads nor changes a pool of another format, or of none.
 FORMAT = 1
 
 

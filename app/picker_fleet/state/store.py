@@ -424,7 +424,7 @@ class Store:
         return {path: text async for path, text in fields_of(self._client, getattr(self.keys, kind))}
 
     async def tenants_version(self) -> str:
-        """The version of the nodes, which grows with each change; '' before the first."""
+        """The version of the nodes, which grows with each change; '' before the first change."""
         return str(await self._client.command("HGET", self.keys.pool, "tenants_version") or "")
 
     async def count_usage(
@@ -591,7 +591,7 @@ def _arrival(
 
 def pack_arrival(texts: tuple[str, str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
     """Pack the values of ARRIVAL_TEXTS and ARRIVAL_NUMBERS, in that order. Each text ends in byte 0: raises
-    ValueError where a text holds one."""
+    ValueError if a text contains byte 0."""
     packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
     if packed.count(0) != len(ARRIVAL_TEXTS):
         raise ValueError("byte 0 in a text")

@@ -77,7 +77,7 @@ GAUGES: Final[Mapping[str, tuple[str, Labels]]] = {
     "epp_endpoint_in_flight": ("Requests in flight on an endpoint.", ("endpoint",)),
     "epp_endpoint_limit": ("Limit of requests (or tokens) in flight.", ("endpoint",)),
     "epp_endpoint_prefills": ("Prompts that an endpoint prefills for others.", ("endpoint",)),
-    "epp_endpoint_prefill_limit": ("Limit of such prompts of an endpoint.", ("endpoint",)),
+    "epp_endpoint_prefill_limit": ("Limit of prompts that an endpoint prefills for others.", ("endpoint",)),
     "epp_limit_min": ("The least limit that the fleet may find.", ()),
     "epp_limit_max": ("The highest limit that the fleet may find.", ()),
     "epp_tenant_remaining": ("Units left of a tenant's limit.", ("tenant", "unit", "per")),

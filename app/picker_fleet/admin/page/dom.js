@@ -1,4 +1,4 @@
-// Helpers that change the page. They set text only as text, never as HTML: names of flows, workloads, requests
+// Helpers that change the page. The helpers set text only as text, never as HTML: names of flows, workloads, requests
 // and models come from clients.
 
 export const byId = (id) => document.getElementById(id);
