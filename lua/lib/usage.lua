@@ -51,7 +51,7 @@ do -- a chunk may have 200 locals
   -- Prompts: a prompt of a size (ingress/cost.py) has about base + slope * size tokens. Each model has its own line,
   -- fitted by least squares of the relative error: with u = 1 / size and v = tokens / size, v is about slope + base *
   -- u. An entry has the number of requests, and moving averages of u, v, u * u and u * v.
-  local MOST_MODELS = 256 -- a further model takes the place of any other
+  local MOST_MODELS = 256 -- a further model replaces a random model
   local LEAST_SIZE = 16 -- smaller prompts teach nothing: their base outweighs the text
   local SPAN = 50 -- requests that the averages span
   local LEAST_BASE, MOST_BASE, LEAST_SLOPE, MOST_SLOPE = -64, 2000, 0.02, 2

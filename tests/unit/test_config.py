@@ -115,7 +115,7 @@ BAD_BANDS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"priority": 7, "megabytes": 1}], "priority_bands.0.megabytes"),
     ([{"priority": 0}], "priority 0 is given to two bands"),
     ([{"priority": 1, "name": "x"}, {"priority": 2, "name": "x"}], "a name is given to two bands"),
-    ([{"priority": 1, "name": "-7"}], "the name -7 is another priority"),
+    ([{"priority": 1, "name": "-7"}], "the name -7 spells another priority"),
     ([{"priority": each} for each in range(100, 170)], "priority_bands"),
 ]
 

@@ -293,7 +293,7 @@ def test_the_aggregation_of_series_by_label_is_configurable() -> None:
     "an unknown name": ({"engine": "acme"}, "'acme' is not one of auto, vllm, sglang, tensorrt-llm"),
     "an unknown key": ({"series": {"queue": "x"}}, "'queue' is not one of waiting, running"),
     "a series with a blank": ({"series": {"waiting": "a b"}}, "'a b' is no name"),
-    "a selector without a value": ({"series": {"waiting": "a{b}"}}, "selects by no label=value pairs"),
+    "a selector without a value": ({"series": {"waiting": "a{b}"}}, "has no valid label=value pairs"),
     **{f"a series {name!r}": ({"series": {"waiting": name}}, "no name") for name in ("", "9a")},
     **{f"a path {at!r}": ({"series": {"path": at}}, "no path") for at in ("metrics", "/a b", "/a\r\nX: y")},
 })  # fmt: skip

@@ -1,5 +1,5 @@
 """The files and texts of the admin port: the dashboard's files, the metrics, and the description of the API
-as OpenAPI document and HTML page. `api.create` adds the routes of these files.
+as OpenAPI document and HTML page. `api.create` adds the routes.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ def series_of(text: str) -> Series:
     while at < len(selector):
         label = _SELECTED.match(selector, at)
         if label is None:
-            raise ValueError(f"{text[:60]!r} selects by no label=value pairs")
+            raise ValueError(f"{text[:60]!r} has no valid label=value pairs")
         labels.add((label[1], label[2] if label[2] is not None else label[3]))
         at = label.end()
     return Series(match[1], frozenset(labels))

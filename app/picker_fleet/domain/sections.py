@@ -368,7 +368,7 @@ class FairRequestQueue(Section):
             raise ValueError(f"priority {twice[0]} is given to two bands")
         for band in given:
             if _INTEGER.fullmatch(band.label) and band.label != str(band.priority):
-                raise ValueError(f"the name {band.label} is another priority")
+                raise ValueError(f"the name {band.label} spells another priority")
         return given
 
     @field_validator("band_weights")

@@ -25,7 +25,7 @@ _PING_CONTEXT = slice(7, 23)  # bytes of a PING that its PONG repeats
 
 @contextlib.asynccontextmanager
 async def connected(host: str, port: int, kind: bytes) -> AsyncIterator["Connection"]:
-    """A connection as a socket of `kind`, such as b"SUB".
+    """A connection to a ZeroMQ socket, as a socket of `kind`, such as b"SUB".
 
     Raises:
         ConnectionError: no ZeroMQ socket answers.

@@ -86,7 +86,7 @@ class Observation:
 
     @property
     def is_on_page(self) -> bool:
-        """Whether the page shows at least half of the requests; others may wait before the engine's queue."""
+        """Whether the page shows at least half of the requests; further ones may wait before its queue."""
         return self.page is not None and self.page.running + self.page.waiting >= self.requests / 2
 
     @property

@@ -77,7 +77,7 @@ _LEAVES = [
     )
 ]
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # maximum flows with live weights: after every change the scripts read all
+_MOST_WEIGHTS = 200  # maximum flows with live weights: scripts read all weights after each change
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
 _Path = tuple[str, ...]
@@ -88,8 +88,8 @@ def flattened(
     bands: Iterable[str] = tuple(Criticality),
     scorers: Iterable[str] = BUILT_IN,
 ) -> dict[str, Any]:
-    """Convert a partial settings tree to live changes. None undoes a change, or all changes of a mapping, in
-    which `bands` and `scorers` have their names.
+    """Convert a partial settings tree to live changes; the value None undoes a change, or all changes of a
+    mapping. `bands` and `scorers` are the names of bands and scorers that may occur.
 
     Raises:
         ConfigError: keys cannot change live; the message has a line for each fault.

@@ -3,9 +3,9 @@
 Answers are the best source: the placing replica keeps the ranks of a prompt's blocks until the request ends,
 and compares the answer's cached tokens (`PrefixFeedback`). In some modes the end of a request may reach
 another replica; such a request teaches nothing. So a fleet learns from a part of its requests, which is
-enough. Where answers do not report cached tokens, the counters on the engine's page show them, less precisely
-(`CacheWatch`). The watch also notices that an engine has restarted. Both classes share their corrections
-through the stream of routes, so that all replicas correct their indexes alike.
+enough. Where answers do not report cached tokens, the counters on the engine's page show cached tokens, less
+precisely (`CacheWatch`). The watch also notices that an engine has restarted. Both classes share their
+corrections through the stream of routes, so that all replicas correct their indexes alike.
 """
 
 from collections.abc import Callable

@@ -111,8 +111,8 @@ def block_hashes(
 
 
 class Predicted(NamedTuple):
-    """`asked` blocks were sent to an endpoint; `hits` of them were predicted to be cached, given a `capacity`
-    in blocks. `tells`: the endpoint's answers report cached tokens."""
+    """Of `asked` blocks sent to an endpoint, `hits` blocks were predicted to be cached, given a `capacity` in
+    blocks. `tells`: the endpoint's answers report cached tokens."""
 
     asked: int
     hits: int
@@ -210,7 +210,7 @@ class PrefixIndex:
         return expected if expected is not None and expected.steps else None
 
     def teaches(self, address: str, evidence: Evidence, life: int | None = None) -> bool:
-        """Whether `learn` would change anything; False if the cache was cleared after its life `life`."""
+        """Whether `learn` would change anything; False if the cache was cleared since its clearing `life`."""
         cache = self._caches.get(address)
         return (
             cache is not None and life in (None, cache.life) and not cache.follows and cache.teaches(evidence)

@@ -1,7 +1,7 @@
 """Checks whether the Redis server is configured for the shared state; fleet/heartbeat.py runs the check.
 
-Each fault is logged when it appears; `epp_redis_unfit` and `/healthz` show it while it lasts. Checks for
-which the Redis user lacks the rights (`+info`, `+function|list`) report no fault.
+Each fault is logged when it appears; `epp_redis_unfit` and `/healthz` show the fault while it lasts. Checks
+for which the Redis user lacks the rights (`+info`, `+function|list`) report no fault.
 """
 
 import asyncio

@@ -52,7 +52,7 @@ export function showOutcome(text, wanted) {
 }
 
 // A dialog's close event comes after the dialog has closed. A question asked in between must not get the answer
-// to the previous question: first resolve the previous question, with "" if its dialog is still open.
+// to the previous question: resolve the previous one first, with its own answer, or with "" if its dialog is open.
 const pending = new Map();
 
 for (const dialog of document.querySelectorAll("dialog")) {
