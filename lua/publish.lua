@@ -12,7 +12,7 @@
 --   `prefill` and `encode`, separated by blanks; an endpoint without the field `stages` only decodes
 --
 -- Returns {epoch, notifications, attempts, served, upper, lower, ready, records from which the pool was rebuilt (-1: no
---   rebuild), the lost key ('' for `pool`)}; bounds as strings. After the epoch '0' call again: records are left.
+--   rebuild), the lost key ('' for `pool`)}; bounds as strings. If the epoch is '0', call again: records are left.
 
 local FIRST_ENDPOINT = 5
 local function publish(args)

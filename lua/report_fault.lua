@@ -35,7 +35,7 @@ local function report_fault(args)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
-    if why == 'retried' and not is_here then return 'unknown' end -- known, or the request has ended
+    if why == 'retried' and not is_here then return 'unknown' end -- reported before, or the request has ended
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end
     if following then move_placed(r, endpoints.first(following), following) end

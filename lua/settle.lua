@@ -4,7 +4,7 @@
 -- gone.
 --
 -- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If a metrics page showed
--- an end before its report came, and the sweep reclaimed a running request instead, the report restores it (G1).
+-- an end before its report, and the sweep reclaimed a running request instead, the report restores that request (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint

@@ -12,7 +12,7 @@
 -- lib/storage.lua, settings from lib/pool.lua. Defines `endpoints` and `prefill`.
 
 -- A stage: `set` is the name of the sorted set with its loads; `caps_name` and `default_cap_name` are the settings with
--- its limits. `is_decode`: the limits may be in tokens. `described`: see below; both stages share it.
+-- its limits. `is_decode`: the limits may be in tokens. `described`: the function of a stage to share.
 local function new_stage(name, set, caps_name, default_cap_name, described)
   local is_decode = name == 'decode'
   -- ANY: `candidates` of a request that accepts any endpoint

@@ -66,7 +66,7 @@ class State(_Open):
     leases: int = Field(0, description="requests in flight that have a lease")
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")
     replicas: list[str] = Field(description="ids of the live replicas")
-    in_flight: dict[str, int] = Field(default_factory=dict, description="in flight, by endpoint (ip:port)")
+    in_flight: dict[str, int] = Field(default_factory=dict, description="requests in flight by endpoint")
     paused: bool = Field(False, description="no request is dispatched or bypasses the queue")
     tuned_version: str = Field("", description="version of the live changes; empty if there were none")
     unit: Literal["requests", "tokens"] = Field("requests", description="the unit of the stock")

@@ -146,7 +146,7 @@ def add_routes(routes: APIRouter, export: UsageExport, tenants: TenantTree, dead
     ) -> StreamingResponse:
         """Ended requests, their tokens and costs, as JSON lines or CSV; without times the last 24 hours."""
         if not (kept := await within(limit_s, export.hours())):
-            tenants.tree()  # raises no_tenants: there never will be usage
+            tenants.tree()  # raises no_tenants: without tenants there is no usage
         end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
         first_hour = max(0, end_hour - _DEFAULT_HOURS if first is None else _hour_of(first))
         is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))

@@ -98,11 +98,11 @@ class UnknownPath(RequestError, status=404, code="unknown_path", kind=_INVALID):
 
 
 class UnknownPool(RequestError, status=404, code="unknown_pool", kind=_INVALID):
-    """The proxy names a pool that is not served; its configuration is wrong, not the client's request."""
+    """The proxy names a pool that is not served: the proxy's configuration is wrong, not the request."""
 
 
 class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):
-    """Too many reads: they need no admission, but their rate is limited (`extproc.read_rate`)."""
+    """Too many reads, which need no admission, but whose rate is limited (`extproc.read_rate`)."""
 
 
 class TooSlow(

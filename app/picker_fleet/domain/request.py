@@ -145,7 +145,7 @@ class Completion(NamedTuple):
     set if the request waited. `fault` and `hold_s` describe a bad answer of the serving endpoint, as in
     `Fault`. `passed_over` is an endpoint that failed an earlier attempt, '' if none is known. `ttft_s` is the
     time from the beginning of `service_s` to the first byte of the answer's body, None if unknown.
-    `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's, and
+    `cached_tokens` are the prompt's tokens that the endpoint had in a cache. `path` is the request's path;
     `content_type` and `body_bytes` describe the answer's body. If not `is_read`, the endpoint has sent its
     answer, and another end follows when the client has read it: only that end is counted. `is_late`: the
     client read so slowly that an end with `is_read` False came before, maybe to another replica. `is_odd`:

@@ -178,7 +178,7 @@ class Scheduling(Section):
 
     @property
     def prefill_weights(self) -> dict[str, float]:
-        """The weights for the stage prefill; without own scorers, the pool's that serve this stage."""
+        """The weights for the stage prefill; without own scorers, the pool's scorers for it."""
         own = self.stages.prefill.scorers
         shared = {name: weight for name, weight in self.scorers.items() if use_of(name).prefill}
         return self._with_topology(shared if own is None else own)

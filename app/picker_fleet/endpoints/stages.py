@@ -1,8 +1,8 @@
 """Assigns discovered endpoints to stages: decode, prefill and encode.
 
-An endpoint that decodes generates answers, and computes the prompts of requests that are not split. One that
-prefills computes prompts for endpoints that decode, whose servers or sidecars fetch the KV cache; one that
-encodes turns media into embeddings for them. pool.py puts `serving` between discovery and the fleet.
+A decode endpoint generates answers, and computes the prompts of requests that are not split. A prefill
+endpoint computes prompts for decode endpoints, whose servers or sidecars fetch the KV cache; an encode
+endpoint turns media into embeddings for decode endpoints. pool.py calls `serving`.
 """
 
 import logging

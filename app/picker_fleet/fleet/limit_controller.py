@@ -96,7 +96,7 @@ class Observation:
 
 @dataclass(slots=True)
 class EndpointLimit:
-    """The limit of one endpoint. `reason` says why it last moved, `changed_s` when."""
+    """The limit of one endpoint. `reason` says why the limit last moved, `changed_s` when."""
 
     limit: int
     reason: str

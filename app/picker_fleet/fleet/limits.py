@@ -1,8 +1,8 @@
 """Keeps the endpoints' limits: the leader feeds the controller and stores its decisions for the scripts.
 
 fleet/heartbeat.py calls `look` after each read of the shared state. Each stage has a controller. The
-controllers' state is in Redis: a new leader continues from it, and so does a leader that another replica may
-have replaced for a while.
+controllers' state is in Redis: a new leader continues from this state, as does a leader that another replica
+may have replaced for a while.
 """
 
 import logging

@@ -52,7 +52,7 @@ class Expectation(NamedTuple):
 
 class Evidence(NamedTuple):
     """`kept` is the highest rank that an answer has shown to be cached, 0 if none; `evicted` is the lowest
-    rank that it has shown to be evicted, 0 if none."""
+    rank that the answer has shown to be evicted, 0 if none."""
 
     kept: float
     evicted: float

@@ -1,4 +1,4 @@
-"""The accounting token, with which any replica can account for a placed request, and the keys that sign it.
+"""The accounting token, with which any replica can account for a placed request, and the signing keys.
 
 Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join the token's
 fields, in the order of state/schema.py; no field can contain a tab, since the picker refuses control

@@ -35,7 +35,7 @@ NAMES = (
 )  # fmt: skip
 ENDS = ("settle", "cancel")  # scripts that end requests; repeating a call changes nothing
 _READING = ("state", "view_")  # prefixes of scripts that run even if Redis accepts no writes
-# Scripts that add data: Redis refuses them while out of memory; all other scripts run, so the pool empties.
+# Scripts that add data, which Redis refuses while out of memory; other scripts run, so the pool empties.
 _ADDING = (
     "note_origin", "admit", "publish", "publish_changes", "set_tenants", "claim_queue_snapshot",
     "count_usage",
