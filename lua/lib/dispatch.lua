@@ -96,7 +96,7 @@ local function run_timers(limit)
           end_and_notify(r, NOTIFY_EXPIRED)
           expired = expired + 1
         else
-          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; arrival orders equal ms
+          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- in us: arrival orders equal ms
           timers.set(id, r.deadline_ms)
           pool.overdue = pool.overdue + 1
         end

@@ -28,7 +28,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a window with fewer endpoints has them all, and so never runs out
-  -- SMALL if endpoints have limits: the window is ordered by load, but the choice compares load / limit.
+  -- Replaces SMALL if endpoints have limits: the window is ordered by load, but the choice compares load / limit.
   local SMALL_WITH_CAPS = 16
 
   -- Return a function that caches the results of `make`, a function with one text argument.

@@ -263,7 +263,7 @@ class Endpoint(BaseModel):
     latency_mean_s: Rounded | None = Field(
         None, description="mean latency of its last 100 completions; null: not measured"
     )
-    latency_std_s: Rounded | None = Field(None, description="standard deviation of these latencies")
+    latency_std_s: Rounded | None = Field(None, description="standard deviation of these 100 latencies")
     scraped_s_ago: float | None = Field(None, description="age of the metrics; null: never scraped")
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
     scrape_remark: str | None = Field(None, description="parts of its metrics page that cannot be parsed")

@@ -3,7 +3,7 @@
 Settings are frozen after loading. Unknown keys are errors. This module checks constraints between sections
 before anything starts; `sections` defines the sections. Durations are written `30s`, `500ms`, `5m` (a bare
 number means seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice
-in one mapping. `pools` has each pool's deviations; `pools_of` returns each pool's whole settings.
+in one mapping. `pools` has settings that differ by pool; `pools_of` returns each pool's whole settings.
 """
 
 import re
@@ -65,7 +65,7 @@ PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
 
 
 class _PoolTree(dict[str, Any]):
-    """The section of one pool; `shared` is the tree that it overrides."""
+    """The section of one pool; `shared` is the tree that the section overrides."""
 
     def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
         super().__init__(own)

@@ -194,8 +194,8 @@ class KvEventReader:
     The endpoint's label `picker-fleet/kv-events-port`, else `port`, is the port of its PUB socket; the replay
     socket, if there is one, has the next port. One event loop.
 
-    A session lasts as long as a connection. It first reads the past batches that the engine still has, and
-    reads missed batches again. If missed batches are gone, or a batch is malformed or out of order, a new
+    A session lasts as long as a connection. A session first reads the past batches that the engine still has,
+    and reads missed batches again. If missed batches are gone, or a batch is malformed or out of order, a new
     session begins.
     """
 

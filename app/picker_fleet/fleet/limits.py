@@ -183,7 +183,7 @@ class LimitKeeper:
 
 
 def _of_stage(stage: str, found: Mapping[str, FoundLimit]) -> dict[str, FoundLimit]:
-    """The limits of one stage, from the limits of both, by address."""
+    """The limits of one stage by address, out of `found`, the limits of both stages."""
     return {
         name.removeprefix(stage): each
         for name, each in found.items()

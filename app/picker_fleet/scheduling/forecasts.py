@@ -21,7 +21,7 @@ _BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between 
 # A model's name with this prefix stands for the model's split requests; real names have no control
 # characters. TTFT of split requests is learnt without the predicted wait at the decode endpoint.
 _SPLIT: Final = "\x1f"
-_SHORTEST_PREFILL_S = 1e-3  # taken if the predicted wait exceeds the time to the first token
+_SHORTEST_PREFILL_S = 1e-3  # a prefill's time if the predicted wait exceeds the time to the first token
 _FEWEST_TOKENS = 8  # a shorter answer says little about the time per token
 # Most observations a second that one replica shares, each at a cost of about 25 µs for every replica.
 _OBSERVATIONS_A_SECOND: Final = 50.0

@@ -555,7 +555,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # else the next call dispatches
+            if not call.cancelled() and call.exception() is None:  # if it failed, the next dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self._replica).add_done_callback(finish)

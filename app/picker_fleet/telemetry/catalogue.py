@@ -66,7 +66,7 @@ GAUGES: Final[Mapping[str, tuple[str, Labels]]] = {
     "epp_queue_length": ("Requests of this replica that wait in the queue.", _MODEL),
     "epp_buffered_bytes": ("Bytes of bodies that this replica holds.", ()),
     "epp_degraded": ("1 while this replica works without the shared state.", ()),
-    "epp_failover_state": ("1 for this replica's current state.", ("state",)),
+    "epp_failover_state": ("1 for the failover state of this replica.", ("state",)),
     "epp_redis_answer_age_seconds": ("Time since Redis last answered.", ()),
     "epp_redis_unfit": ("1 for each fault that makes the Redis server unfit.", ("fault",)),
     "epp_scrape_endpoints": ("Endpoints that this replica scrapes.", ()),
