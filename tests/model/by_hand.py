@@ -105,7 +105,7 @@ class Pool:
         return self.those("granted")
 
     def those(self, event: str, by: str = "") -> list[str]:
-        """The requests or flow queues with `event` in the log, in order, and with the cause `by`."""
+        """The requests or flow queues of each logged `event`, in order; with `by`, only for that cause."""
         words = [each.split(" ") for each in self.events]
         return [about for what, about, how in words if what == event and by in ("", how)]
 
@@ -128,7 +128,7 @@ class Pool:
 
 
 def many(text: str, count: int) -> str:
-    """The text `text` with each n below `count` filled in."""
+    """Join `count` copies of `text` by commas; in each copy its number, from 0, replaces `{n}`."""
     return ", ".join(text.format(n=n) for n in range(count))
 
 

@@ -12,7 +12,7 @@ TIMEOUT_S = 10
 
 @pytest.fixture(scope="module")
 def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSide]:
-    """The scripts on a server of their own, which they may flush."""
+    """The scripts on a Redis server of their own, which the tests may flush."""
     with (
         redis_server(tmp_path_factory.mktemp("valkey")) as server,
         redis.Redis.from_url(server.url, socket_timeout=TIMEOUT_S, **TEXT) as client,

@@ -5,24 +5,24 @@ from collections.abc import Collection, Mapping
 
 from model_state import Request
 
-Burden = tuple[bool, float]  # whether the endpoint is at its limit, and its cost
+Burden = tuple[bool, float]  # whether an endpoint is at its limit, and the endpoint's cost
 
 CLOSED = 1e9  # the scripts add this to the count of an endpoint that takes no new requests
 
 
 class EndpointCounts:
-    """The endpoints of a stage. Draining and removed endpoints take no new requests; idle removed ones are
-    forgotten. The stages of a pool share `marks`."""
+    """The endpoints of a stage (decode or prefill). Draining and removed endpoints take no new requests;
+    removed endpoints without requests are forgotten. The stages of a pool share `marks`."""
 
     def __init__(self, marks: dict[tuple[str, str], int]) -> None:
         self.counts: dict[str, int] = {}
-        self.marks = marks  # (drained, down or ejected; endpoint) -> when the mark was set, ms
+        self.marks = marks  # (drained, down or ejected; endpoint) -> time of the mark, ms
         self.marks_version = 0
-        self.published: set[str] = set()  # of all stages
-        self._counted: set[str] = set()  # published here, even if it takes no requests
+        self.published: set[str] = set()  # the published endpoints of all stages
+        self._counted: set[str] = set()  # the published endpoints whose requests this stage counts
         self.listed: set[str] = set()
         self._draining: set[str] = set()
-        self._of_flow: dict[tuple[str, str], int] = {}  # (flow, endpoint) -> requests; endpoint '': all
+        self._of_flow: dict[tuple[str, str], int] = {}  # (flow, endpoint or '' for all) -> requests
 
     @property
     def open(self) -> set[str]:
@@ -30,7 +30,7 @@ class EndpointCounts:
         return self.listed - self._draining - {address for _, address in self.marks}
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
-        """Set or remove a mark (drained, down, ejected). False: no such endpoint."""
+        """Set or remove an endpoint's mark (drained, down, ejected). Returns False for unknown endpoints."""
         if address not in self.published:
             return False
         before = set(self.marks)
@@ -56,7 +56,7 @@ class EndpointCounts:
         return len(self.open)
 
     def publish(self, draining: Mapping[str, bool], listed: set[str], counted: set[str]) -> None:
-        """Publish all endpoints: `listed` are of this stage, and `counted` have a count in this stage."""
+        """Publish all endpoints. The stage may use `listed`, and counts its requests on `counted`."""
         self.listed, self.published, self._counted = listed, set(draining), counted
         self._draining = {address for address, drains in draining.items() if drains}
         for what, address in list(self.marks):
@@ -89,9 +89,9 @@ class EndpointCounts:
         caps: Mapping[str, float],
         last_resort: bool = True,
     ) -> tuple[dict[str, int], bool, list[str]]:
-        """Return three values: the endpoints among `named` (None: all) that may take r, with their counts; if
-        none, whether only limits prevent it; the endpoints at their `caps`. Named ejected endpoints may be a
-        last resort."""
+        """Return three values: the endpoints among `named` (None: all) that may take r, with their requests
+        in flight; if there are none, whether only limits prevent it; the endpoints at their limit in `caps`.
+        As a `last_resort`, r may go to named endpoints that only an ejection keeps from taking requests."""
         if named is None:
             return self._options(r, self.open, caps)
         found = self._options(r, self.open.intersection(named), caps)
@@ -113,7 +113,7 @@ class EndpointCounts:
         return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
     def has_place(self, address: str, caps: Mapping[str, float]) -> bool:
-        """Whether the endpoint has a limit and may take one more request."""
+        """Whether the endpoint takes new requests, has a limit in `caps`, and is below this limit."""
         return address in caps and address in self.open and self.counts[address] < caps[address]
 
     def flow_full(self, r: Request) -> bool:
@@ -143,10 +143,10 @@ def burdens(
     limits: Mapping[str, float],
     shares: Mapping[str, float],
 ) -> dict[str, Burden]:
-    """Each endpoint's burden; a request goes to the least. An endpoint at its limit in `limits` comes last.
+    """The burden of each endpoint: a request goes to the least burdened one, or at last to one at its limit.
 
-    Without scores endpoints compare by the part of the limit in flight (`shares`), or by their requests in
-    flight; with scores by weighted load minus score.
+    With scores the burden is the weighted load minus the score; without scores it is the fraction of the
+    endpoint's limit in flight (`shares`), or else the number of requests in flight.
     """
     most = max([1, *counts.values()])
     found = {}

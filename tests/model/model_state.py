@@ -15,7 +15,7 @@ class Moment:
 
     now_us: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    tree: Tree = field(default_factory=lambda: Tree([]))  # the nodes of tenants in force
+    tree: Tree = field(default_factory=lambda: Tree([]))  # the tenants' nodes in force
 
     @property
     def now_ms(self) -> int:
@@ -24,7 +24,7 @@ class Moment:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The record of a request. `taken`: stock that it holds; `tag`: its flow queue's tag at the grant."""
+    """The record of a request; `taken`: the stock that it takes, `tag`: its flow queue's tag at its grant."""
 
     id: str
     owner: str
@@ -40,15 +40,15 @@ class Request:
     body_bytes: int = 0
     prompt_tokens: float = 0.0
     answer_tokens: float = 0.0
-    any_endpoint: bool = False  # the request's candidates are `*`: its grant also places it
-    arrived: int = 0  # us
+    any_endpoint: bool = False  # with candidates `*` the grant also places the request
+    arrived: int = 0  # time of arrival, µs
     deadline_ms: int = 0
     due_ms: float = 0  # time when the request becomes overdue
     timer_ms: float = 0  # time when the request's next timer runs
-    state: str = "new"  # state; later queued, orphaned, granted or placed
+    state: str = "new"  # later "queued", "orphaned", "granted" or "placed"
     flow_queue: str = ""  # name of the request's flow queue while the request is queued
     endpoints: str = ""
-    prefillers: str = ""  # 'x,y' while the first computes the prompt
+    prefillers: str = ""  # 'x,y' while endpoint x computes the prompt (fallback: y)
     prefill_lease_ms: int = 0
     taken: float = 0.0
     tag: float | None = None
@@ -56,14 +56,14 @@ class Request:
 
     @property
     def early_ms(self) -> int:
-        """The number after the hyphen in `attempt`, whose form is `NUMBER-EARLY_MS.DIGEST`."""
+        """EARLY_MS of `attempt` (NUMBER-EARLY_MS.DIGEST): by how much `edf` advances the deadline."""
         found = re.match(r"\d+-(\d+)", self.attempt)
         return int(found[1]) if found else 0
 
 
 @dataclass(slots=True)
 class Workload:
-    """One workload of the registry. `counts`: arrivals in each sixth of the window, newest first."""
+    """One workload of the registry. `counts`: arrivals in each sixth of the rate window, newest first."""
 
     active: int = 0
     dispatched: int = 0
@@ -90,7 +90,7 @@ class Registry:
         return workload
 
     def arrivals(self, name: str) -> list[float]:
-        """The arrivals in the present sixth of the window and in the six sixths before."""
+        """The arrivals in the present sixth of the rate window and in each of the six sixths before."""
         return self._slid(name).counts
 
     def rate(self, name: str) -> float:
@@ -122,8 +122,8 @@ class Registry:
 
 
 class Workloads(Registry):
-    """The registry by workload id; under the policy `workload-aware` also `in_flows`, by flow and workload
-    id. Requests without a workload id ('') are not counted."""
+    """The registry of workloads by id. Under the ordering `workload-aware` the registry `in_flows` counts
+    each workload by flow, too. Requests without a workload id ('') are not counted."""
 
     def __init__(self, moment: Moment) -> None:
         super().__init__(moment)
@@ -155,7 +155,7 @@ class Workloads(Registry):
             self.in_flows.count_dispatch(joined(flow, name), wait_ms)
 
     def sent_back(self, name: str) -> None:
-        """Uncount a dispatch whose request was requeued; the average wait keeps its value."""
+        """Subtract a dispatch whose request was requeued; the average wait keeps its value."""
         if name:
             self.known[name].dispatched -= 1
 

@@ -23,14 +23,14 @@ class Entry:
     trial: bool = False
     cap: int | None = None
     cap_until_ms: int = 0
-    fulls: int = 0  # number of times that the endpoint was full without an answer in between
+    fulls: int = 0  # number of times that the endpoint was full since its last answer
     elsewhere: bool = False  # another endpoint has since answered a flow that failed on this endpoint
 
     def flows(self) -> list[str]:
         return [flow for _, flow in self.by if flow]
 
     def forget_one(self) -> None:
-        """Forget the oldest failure with no flow or with the newest failure's flow, else the oldest one."""
+        """Forget the oldest failure that has no flow or the newest failure's flow, else the oldest of all."""
         *former, (_, newest) = self.by
         alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
         del self.by[alike[0] if alike else 0]
@@ -102,7 +102,7 @@ class Outliers(dict[str, Entry]):
             del self[address]
 
     def expire(self, address: str) -> None:
-        """The sweep's part: end an outdated limit or trial of an endpoint that is not ejected."""
+        """In a sweep, end an expired limit or trial of an endpoint that is not ejected; drop old records."""
         entry = self[address]
         over = entry.cap is None or entry.cap_until_ms <= self._moment.now_ms
         if entry.cap is not None and over and not entry.fulls:

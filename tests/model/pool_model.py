@@ -1,4 +1,4 @@
-"""The base of the model: the pool's counts, and the changes of a request that several calls make."""
+"""The base class of the model: the pool's counts, and changes of requests that several scripts make."""
 
 import math
 from collections import Counter
@@ -23,8 +23,8 @@ DISPATCH_LIMIT, TENANTS_LIMIT = 24, 16
 TIMERS_LIMIT = 24
 CHUNK = 32  # maximum requests of one kind that a sweep handles
 DOWN_MS = 10_000
-SMALLEST = 1e-9  # smallest value of a smoothed figure
-# Ends after which a tenant's charge is refunded.
+SMALLEST = 1e-9  # 1/s; while requests wait, a known drain rate stays at least this high
+# If a request ends by one of these events, its tenants' charges are refunded.
 REFUNDED = (
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed"
 )  # fmt: skip
@@ -36,7 +36,7 @@ REFILED_BY = (
 
 @dataclass(slots=True)
 class Reply:
-    """A call's reply: the caller's notifications, dispatch attempts and successes, and the answers."""
+    """A call's reply: the caller's notifications, dispatch attempts, grants (`served`), and the answers."""
 
     notifications: list[str] = field(default_factory=list)
     attempts: int = 0
@@ -45,12 +45,12 @@ class Reply:
 
 
 class PoolModel:
-    """The pool's state. `events`: decision log of the last call, as 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
+    """The pool's state. `events`: the last call's decision log, as 'EVENT REQUEST-OR-FLOW-QUEUE CAUSE'.
 
     The function `choose` gets a request id and the burden of each allowed endpoint, and returns the request's
     endpoints as 'a,b,c', best first. Thus the model does not depend on how the scripts break ties. The
-    function `choose_prefill` also gets the request's endpoint, and returns its prefill endpoints, '' if the
-    best is the endpoint itself.
+    function `choose_prefill` also gets the request's endpoint, and returns the prefill endpoints, or '' if
+    that endpoint is the best one for the prefill, too.
     """
 
     def __init__(self, choose: Choose, choose_prefill: ChoosePrefill) -> None:
@@ -63,9 +63,9 @@ class PoolModel:
         self.refusals: dict[str, int] = {}  # endpoint -> requests that it has refused
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
-        self.suspects: dict[str, float] = {}  # request that may have ended unreported -> suspected since, ms
-        self.replicas: dict[str, int] = {}  # last heartbeat, ms
-        # (flow, model) or (model, model) -> mean answer tokens, when learned (ms)
+        self.suspects: dict[str, float] = {}  # request whose end may be unreported -> suspected since, ms
+        self.replicas: dict[str, int] = {}  # replica -> time of its last heartbeat, ms
+        # (flow, model) or (model, model) -> mean tokens of an answer, time of the last change (ms)
         self.means: dict[tuple[str, str], tuple[float, int]] = {}
         self.stock = self.upper = self.lower = self.rate = 0.0
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
@@ -82,13 +82,13 @@ class PoolModel:
         self._suspected: list[str] = []  # endpoints that had suspect requests at the last sweep
         self._caller = ""
         self._notifications: list[str] = []
-        # The nodes of tenants as set: by kind, path -> JSON; nodes in force replace `tenants`.
+        # Kind -> path of a tenant's node -> settings as JSON; `tenant_changes` replace `tenants`.
         self.tenants: dict[str, dict[str, str]] = {"tenants": {}, "tenant_changes": {}}
         self.tenants_version = 0
         self._changed_nodes: list[str] = []  # paths of nodes that this call has changed
         self.quotas = SweptQuotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
-        self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # (v, newcomers, changed at ms)
-        self._aged = Counter[int]()  # this call's requests with an age, by time of arrival
+        self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # v, newcomers, changed (ms)
+        self._aged = Counter[int]()  # time of arrival -> this call's requests with an age
 
     def live(self, silence_ms: int) -> list[str]:
         return [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
@@ -97,17 +97,17 @@ class PoolModel:
         return [r for r in self.requests.values() if r.state in ("granted", "placed")]
 
     def mean_answer(self, flow: str, model: str) -> float:
-        """The smoothed mean of answers' tokens, for the flow and model, else for the model, else the default.
+        """The smoothed mean tokens of an answer: for flow and model, else for the model, else the default.
         The first answer's tokens become the mean."""
         default = float(self.moment.settings["default_answer"]), 0
         return self.means.get((flow, model), self.means.get((model, model), default))[0]
 
-    # The beginning and the end of each call: a call ends with a dispatch.
+    # The beginning and the end of each script call; each call ends with a dispatch.
 
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
         self._aged.clear()
-        self.quotas.eased()  # forget the nodes that the last dispatch eased: they held nothing back
+        self.quotas.eased()  # discard the nodes that got balance back in the last dispatch
 
     def _conclude(self, answers: list[Any]) -> Reply:
         attempts, served = self._dispatch() if self._base else (0, 0)
@@ -142,7 +142,7 @@ class PoolModel:
             self._notifications.append(f"placed {r.attempt} {reply.removeprefix('placed ')} {r.id}")
 
     def _is_untaken(self, r: Request) -> bool:
-        """Whether r is granted, or was placed by its grant and not acknowledged by its replica."""
+        """Whether r is granted, or was placed by its grant without an acknowledgement by its replica."""
         note = self.inboxes.get(r.owner, {}).get(r.id)
         return r.state == "granted" or (r.state == "placed" and note == f"placed {r.attempt}")
 
@@ -169,7 +169,7 @@ class PoolModel:
         self.lower = max(self.lower, 1e-9)
 
     def _put_tenants(self) -> None:
-        """Put the nodes of tenants in force, and the order of the queue."""
+        """Apply the settings of tenants' nodes, and the settings of the queue's order."""
         tenants = self.moment.settings.get("tenants") or {}
         nodes = self.tenants["tenants"] | self.tenants["tenant_changes"]
         found = (Node.of_shared(path, text) for path, text in nodes.items())
@@ -188,7 +188,7 @@ class PoolModel:
         return self.seq
 
     def _arrival_by(self, age_ms: int) -> int:
-        """The arrival number by a request's age; equal ages of one call are numbered in their order."""
+        """The arrival number of a request with an age; requests of equal age keep their order in the call."""
         arrived = self.moment.now_us - age_ms * 1000
         self._aged[arrived] += 1
         return arrived + self._aged[arrived] - 1
@@ -203,7 +203,7 @@ class PoolModel:
 
     def _give_back(self, r: Request) -> None:
         left = self.stock - r.taken
-        self.stock = left if left > 1e-6 else 0.0  # sums of fractions are not exact
+        self.stock = left if left > 1e-6 else 0.0  # floating-point sums leave a small residue
         self.endpoints.count_flow(r, "", -1)
         r.taken = 0.0
 
@@ -219,7 +219,7 @@ class PoolModel:
         r.prefill_lease_ms = self.moment.now_ms + self.moment.settings["lease_ms"]
 
     def _end_prefill(self, r: Request) -> None:
-        """End the prefill of a placed request that goes on."""
+        """End the prefill of a placed request; its decode endpoint goes on."""
         endpoint, r.prefillers = first(r.prefillers), ""
         self.prefill.release(endpoint)
         self._log("prefilled", r.id)
@@ -278,7 +278,7 @@ class PoolModel:
 
     @property
     def prefill_caps(self) -> dict[str, float]:
-        """The limits of the stage prefill. The fleet finds no such limits in tokens."""
+        """The limits of the stage prefill, in requests; in tokens the fleet finds only decode limits."""
         caps = self.moment.settings.get("prefill_caps") or {}
         if not self.finds_limits or self.in_tokens:
             return dict(caps)
@@ -291,13 +291,13 @@ class PoolModel:
         return {each: self._found_limit(each) for each in self.endpoints.counts}
 
     def _caps_of_requests(self) -> dict[str, int]:
-        """The limits of requests from discovery, and the limits of full endpoints."""
+        """The limits in requests that discovery gives, lowered where an endpoint is full or on trial."""
         return self.outliers.lower(self.moment.settings.get("caps") or {})
 
     @property
     def caps(self) -> dict[str, float]:
-        """The limits of requests, by endpoint. With limits in tokens every endpoint has one: at its limit of
-        tokens an endpoint may run no more requests than it runs now."""
+        """The limits in requests, by endpoint. If the fleet finds limits in tokens, an endpoint at its limit
+        of tokens may run no more requests than it runs now."""
         if not self.in_tokens:
             return self.outliers.lower(self.found) if self.finds_limits else self._caps_of_requests()
         caps = dict.fromkeys(self.endpoints.counts, math.inf) | self._caps_of_requests()
@@ -311,7 +311,7 @@ class PoolModel:
             return (
                 self.endpoints.places(self.caps, len(granted)) if self.caps or self.finds_limits else math.inf
             )
-        # Convert a limit of requests to tokens by the mean request's tokens.
+        # Convert a limit in requests to tokens, by the mean tokens of the requests in flight.
         mean = max(self.stock / max(len(self.in_flight()), 1), 1)
         counts, caps, amounts = self.endpoints.counts, self._caps_of_requests(), self.amounts
         room = {
@@ -326,8 +326,8 @@ class PoolModel:
             self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str, split: str = "") -> tuple[str | None, bool, list[str]]:
-        """Place r. Returns the reply or None, whether only a limit prevents it, and the full endpoints, with
-        '=' before a full prefill endpoint."""
+        """Place r. Returns the reply (None: r cannot be placed), whether a limit is the only obstacle, and
+        the full endpoints, with '=' before a full prefill endpoint."""
         named, scores = read_candidates(candidates)
         counts, limited, closed = self.endpoints.options(r, named, self.caps)
         if not counts:
@@ -356,8 +356,8 @@ class PoolModel:
         return f"{placed(r)} {','.join(loads)}{told}", False, closed
 
     def _weigh_prefills(self, r: Request, candidates: str) -> dict[str, Burden] | list[str]:
-        """The burdens of the prefill endpoints that r may use, empty if none is ready; and the full
-        endpoints, if all ready ones are full."""
+        """The burdens of the prefill endpoints that r may use; if all of these are full, a list of the full
+        endpoints instead; {} if no prefill endpoint is ready."""
         named, scores = read_candidates(candidates)
         caps, finds = self.prefill_caps, self.finds_limits and not self.in_tokens
         among = self.prefill.open if named is None else named
@@ -370,7 +370,7 @@ class PoolModel:
         return burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits, shares)
 
     def _shares_of_limits(self) -> dict[str, float]:
-        """For each endpoint the fraction of its limit that is in flight."""
+        """The fraction of each endpoint's limit that is in flight."""
         if self.in_tokens:
             return {each: self.amounts[each] / limit for each, limit in self.found.items()}
         return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in self.caps.items()}
@@ -463,7 +463,7 @@ class PoolModel:
     # Dispatch
 
     def _dispatch(self) -> tuple[int, int]:
-        """Grant while stock is below the lower bound, never past the upper. Returns (attempts, grants)."""
+        """Grant while the stock is below its lower and within its upper bound. Returns (attempts, grants)."""
         if not self._timed:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
@@ -505,7 +505,7 @@ class PoolModel:
             self._notifications.append(f"wake {max(1, at_ms - self.moment.now_ms)}")
 
     def _end_waits(self) -> None:
-        """Unthrottle the nodes whose balances may suffice again."""
+        """Unthrottle the tenants' nodes whose balances may suffice again."""
         changed, self._changed_nodes = self._changed_nodes, []
         eased = [child for path in changed for child in (path, path + INNER)] + self.quotas.eased()
         for priority in self.queue.bands:
@@ -534,7 +534,7 @@ class PoolModel:
         else:
             self._notify(r, "granted")
 
-    # The sweep's parts
+    # Parts of the script `sweep`
 
     def _reclaim(self, most: int) -> int:
         ran_out = sorted((r.lease_ms, r.id) for r in self.in_flight() if r.lease_ms <= self.moment.now_ms)
@@ -699,7 +699,7 @@ def placed(r: Request) -> str:
 
 
 def reservation(r: Request) -> str:
-    """The member for r in the sorted set `prefills`."""
+    """The member of the sorted set `prefills` that stands for the prefill of request r."""
     return f"{first(r.prefillers)}\x1f{r.id}"
 
 

@@ -20,9 +20,9 @@ from picker_fleet.state.store import PACKED_USAGE
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to admit. The field `candidates` is '*', 'a,b' or, with scores, 'a=0.7,b=0.5'; `prefill` too,
-    or '' to serve the request whole. The field
-    `limit`: the flow's limit per endpoint (0: no limit). `learn`: add the flow's mean answer to `cost`."""
+    """A request to admit. `candidates` and `prefill`: endpoints as '*', 'a,b' or, with scores, 'a=0.7,b=0.5';
+    with `prefill` '' the request is not split. `limit`: the flow's limit of requests per endpoint (0: none).
+    `learn`: add the flow's mean answer to `cost`."""
 
     id: str
     attempt: str = "1"
@@ -188,15 +188,15 @@ class QueueModel(PoolModel):
         return "evicted"
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
-        """The notifications are the inbox and then the notifications of this call. The answers are as in
-        lua/heartbeat.lua."""
+        """Model lua/heartbeat.lua: the reply has the notifications of the replica's inbox, then those of the
+        call's own dispatch."""
         self._begin(caller)
         was_known = caller in self.live(silence_ms)
         self.replicas[caller] = self.moment.now_ms
         live = self.live(silence_ms)
         inbox = self.inboxes.get(caller, {})
-        # Keep grants until they are placed (by `place`, or acknowledged). Drop notifications of requests that
-        # ended or that another stream adopted, and of an earlier request with the same id.
+        # Repeat the notification of a grant until `place` or `acknowledge` takes it. Drop notifications of
+        # requests that ended or that another stream adopted, and of an earlier request with the same id.
         placed = {id for id, what in inbox.items() if what.startswith("placed")}
         over = {id for id in placed if id not in self.requests or not self._is_untaken(self.requests[id])}
         over |= {
@@ -212,7 +212,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # The first '' replaces the signing keys, which the model does not have; the time follows.
+        # The first '' stands for the signing keys, which the model lacks; the server's time (µs) follows.
         reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
@@ -276,12 +276,12 @@ class QueueModel(PoolModel):
             self.quotas.count_running(self.in_flight())
         if self.has_tenants:
             self._changed_nodes = [path for path in nodes if not path.endswith("*")]
-            self._more = self._more or len(self._changed_nodes) < len(nodes)  # a default has changed
+            self._more = self._more or len(self._changed_nodes) < len(nodes)  # `PATH/*` sets defaults
         return self._conclude([self.tenants_version])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
-        """Answers: whether the sweep ran, numbers of expired and reclaimed requests, whether there is more
-        work, 0 ghosts, and the endpoints of suspect requests."""
+        """The answers: whether the sweep ran, numbers of expired and reclaimed requests, whether more work is
+        left, the number of ghosts (here 0), and the endpoints of suspect requests."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not (self._more or self._suspected):
@@ -313,7 +313,7 @@ class QueueModel(PoolModel):
         return self._conclude([1, expired, reclaimed, int(self._more), 0, self._suspected])
 
     def _endpoints_of_suspects(self, limit: int) -> list[str]:
-        """Return the endpoints of suspects that are placed and not renewed since; forget other suspects."""
+        """Return the endpoints of suspect requests that run without a renewal since the suspicion began."""
         found: list[str] = []
         oldest = sorted(self.suspects, key=lambda id: (self.suspects[id], id.encode()))
         for id in oldest[:limit]:
@@ -396,14 +396,14 @@ class QueueModel(PoolModel):
         return reply
 
     def _may_bypass(self, r: Request) -> bool:
-        """Whether r may start before all waiting requests: with tenants, if they are throttled, but neither
-        r's flow queue nor a node above."""
+        """Whether r may start before all waiting requests: only if none waits or, with tenants, if all
+        waiting flows are throttled, but neither r's flow queue nor a node above it."""
         if not len(self.queue) or not self.has_tenants:
             return not len(self.queue)
         return not any(band.turns for band in self.queue.bands.values()) and not self.queue.is_throttled(r)
 
     def _full(self, r: Request) -> str | None:
-        """Return the refusal of r if the queue has no room, else None. This may preempt another request."""
+        """Return the refusal of r if the queue has no room, else None. May preempt another request."""
         s = self.moment.settings
         if not self.queues and not s["paused"] and self._may_bypass(r):
             return self._refuse(r, "saturated")

@@ -49,7 +49,7 @@ class Pool:
         self.tombstones: set[str] = set()
         self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
-        self.asked: list[tuple[str, tuple[Any, ...], object]] = []  # script, arguments of the item, answer
+        self.asked: list[tuple[str, tuple[Any, ...], object]] = []  # each call's script, arguments, answer
 
     @property
     def epoch(self) -> str:
@@ -170,7 +170,7 @@ class World:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
             if self.request == _UNSENT:
-                if who == 0:  # replicas are interchangeable
+                if who == 0:  # one is enough: replicas are interchangeable
                     yield Step("start", who)
             elif self.request == _RUNS:
                 yield Step("end", who)
@@ -259,7 +259,7 @@ class World:
 
     @property
     def _remembered(self) -> bool:
-        """Whether the pool or a journal has the request; otherwise the request is never counted again."""
+        """Whether the pool or a journal still has the request; otherwise nothing counts the request again."""
         return REQUEST in self.pool.counted or any(
             entry.id == REQUEST for gate in self._gates for entry in gate.ledger.journal()
         )

@@ -194,7 +194,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "settle":
         # no prompt sizes, since the model does not estimate prompts
         rest = ([(*item[:4], None, *(item[4:] or ("",))) for item in rest[0]],)
-    if rest and isinstance(rest[0], list):  # the items of a batch
+    if rest and isinstance(rest[0], list):  # flatten the items of a batch
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]

@@ -49,8 +49,8 @@ def throttled_of(band: BandQueue[Request]) -> dict[str, float]:
 
 
 class SharedQueue(FairQueue[Request]):
-    """Adds corrections of charges, rebasing of tags, and reordering by the sweep. Calls `log(event, child)`
-    when a flow queue or an inner node is throttled or unthrottled."""
+    """A FairQueue that also corrects charges, rebases tags, and is reordered by the sweep. It calls
+    `log(event, child)` when a flow queue or an inner node is throttled or unthrottled."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class SharedQueue(FairQueue[Request]):
         super().__init__(self._rules, next_arrival)
         self._make_named()
         self._log = log
-        self.credit = 0.0  # the first publication sets this to 1
-        # (priority, throttled flow queue) -> endpoint waited for -> the queue's tag at that time
+        self.credit = 0.0  # the starvation guard's credit; the first publication sets it to 1
+        # (priority, throttled flow queue) -> full endpoint -> the flow queue's tag when its wait began
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
-        self.waits: dict[tuple[int, str], int] = {}  # (priority, throttled child) -> when it may go on, ms
+        self.waits: dict[tuple[int, str], int] = {}  # (priority, throttled child) -> end of its wait, ms
 
     def put_settings(self, moment: Moment) -> None:
         self._rules.policy = policy_of(moment)
         self._make_named()
 
     def collect(self, in_use: Container[int], at_rest: bool) -> None:
-        """Forget each unnamed band without waiting or running requests, unless its tag exceeds `bv`."""
+        """Forget unnamed bands without waiting or running requests, unless their tag exceeds the bands' v."""
         named = {band.priority for band in self.policy.bands if band.is_named}
         for priority, band in list(self.bands.items()):
             owes = band.tag > self.bv and not at_rest
@@ -96,8 +96,8 @@ class SharedQueue(FairQueue[Request]):
             self._blocked.pop((r.priority, r.flow_queue), None)
 
     def correct(self, r: Request, by: float, floor: float) -> None:
-        """Add the share of r times `by` to the tag at each level. A new tag starts from v; the tag of a flow
-        queue from `floor`, if lower."""
+        """Add r's share times `by` to the tag at each level of the tree. A missing tag starts from the
+        level's virtual time v, or for a flow queue from `floor`, if this is lower."""
         levels = self._levels_of(r)
         for (order, child, _), share in zip(levels, self.shares(r, levels), strict=True):
             if child in order.turns or child in order.throttled:
@@ -110,7 +110,7 @@ class SharedQueue(FairQueue[Request]):
         return self.bands[r.priority].levels(self.name_of(r), self.policy.tree)
 
     def is_throttled(self, r: Request) -> bool:
-        """Whether r's flow queue, or a node above, takes no turns."""
+        """Whether r's flow queue, or a node above it, is throttled and therefore takes no turns."""
         return any(child in order.throttled for order, child, _ in self._levels_of(r))
 
     def is_in_order(self, r: Request) -> bool:
@@ -119,7 +119,7 @@ class SharedQueue(FairQueue[Request]):
 
     def throttle(self, r: Request, child: str) -> None:
         super().throttle(r, child)
-        self.waits.pop((r.priority, child), None)  # left from an earlier throttling
+        self.waits.pop((r.priority, child), None)  # an earlier throttling may have left an entry
         self._log("throttled", child)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:

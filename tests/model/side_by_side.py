@@ -25,7 +25,7 @@ class SideBySide:
         self.side = side
         self.now_us = START_US
         self.model = QueueModel(self._choose, self._choose_prefill)
-        self.agree = True  # False after a call that showed a difference
+        self.agree = True  # False once scripts and model have differed
         # Request id -> endpoints and prefill endpoints chosen by the scripts, after a call
         self._placed: dict[str, str] = {}
         self._prefillers: dict[str, str] = {}
@@ -37,7 +37,7 @@ class SideBySide:
         if name == "sweep":
             self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
-        # May be incomplete: the script `view` lists about fifty requests only.
+        # Both maps may be incomplete, since the script `view` lists only about fifty requests.
         self._placed, self._prefillers = seen.placed, seen.prefillers
         if name in ("admit", "place"):
             for item, answer in zip(rest[0], seen.reply.answers, strict=True):
@@ -50,7 +50,7 @@ class SideBySide:
         assert_same(where, seen.reply.notifications, reply.notifications, any_order=name == "heartbeat")
         assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
         assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
-        # These calls find requests in the arbitrary order of the server's hash.
+        # The scripts `sweep` and `set_tenants` find requests in the arbitrary order of a Redis hash.
         assert_same(where, seen.events, self.model.events, any_order=name in ("sweep", "set_tenants"))
         self._compare_numbers(where, seen.numbers)
         assert_same_balances(where, seen.balances, self.model.quotas.balances)
@@ -128,7 +128,7 @@ class SideBySide:
         return orders
 
     def _choose(self, id: str, burdens: dict[str, Burden]) -> str:
-        """Return the endpoints that the script chose; assert that the burdens are the least, best first."""
+        """Return the endpoints that the script chose; assert that they have the least burdens, best first."""
         assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._placed[id].split(",")
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
@@ -138,8 +138,8 @@ class SideBySide:
         return self._placed[id]
 
     def _choose_prefill(self, id: str, burdens: dict[str, Burden], endpoint: str) -> str:
-        """Return the prefill endpoints that the script chose; assert that the burdens are the least, best
-        first, without the request's own endpoint."""
+        """Return the prefill endpoints that the script chose; assert that they have the least burdens, best
+        first, and that the request's own endpoint is not among them."""
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
         best = sorted(burdens.values())[:want]
         chosen = self._prefillers[id].split(",") if self._prefillers[id] else []
@@ -178,7 +178,7 @@ def assert_same_balances(
 
 
 def with_effect(balances: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-    """The balances other than 0, which the sweep drops at any time."""
+    """`balances` without zero balances, since a sweep may drop a zero balance at any time."""
     return {key: each for key, each in balances.items() if each[1 if "\x1fbudget:" in key else 0]}
 
 

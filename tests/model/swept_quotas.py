@@ -7,15 +7,15 @@ from picker_fleet.domain.tenants import Price, Tree
 
 
 class SweptQuotas(Quotas):
-    """Also changes settings, refunds requests that return to the queue, counts the cost served at each node
-    with settings for its own path, forgets balances without effect, and counts requests in flight again."""
+    """Quotas that also change settings, refund requests that return to the queue, count the cost served at
+    each node with settings for its own path, forget balances without effect, recount requests in flight."""
 
     def put_settings(self, tree: Tree, prices: Mapping[str, Price]) -> None:
         """Change nodes and prices. Balances stay, so a changed limit grants no second burst."""
         self.tree, self._prices = tree, prices
 
     def restart(self, running: Iterable[str]) -> None:
-        """Tenants begin or cease to count: no limit has charged any request, also those that run now."""
+        """When tenants are switched on or off, forget all charges, also charges of running requests."""
         for request_id, charge in self.charges.items():
             charge.limits.clear()
             charge.started = request_id in running
@@ -23,17 +23,17 @@ class SweptQuotas(Quotas):
             del self.balances[key]
 
     def wait(self, r: Arriving) -> None:
-        """Let limits that its tenants get while request r waits charge r, too."""
+        """Register the waiting request r, so that limits that its tenants get meanwhile charge r, too."""
         self.charges.setdefault(r.id, Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens))
 
     def quota(self, request_id: str) -> str:
         told = super().quota(request_id)
         if request_id in self.charges and not self._nodes(self.charges[request_id].flow):
-            del self.charges[request_id]  # no limit can charge a placed request
+            del self.charges[request_id]  # no node on the flow's path has anything to charge
         return told
 
     def never_suffices(self, request_id: str) -> bool:
-        """Whether a request must not wait for the first node of its path whose balance is short."""
+        """Whether the first node on the request's path with a short balance does not let the request wait."""
         charge = self.charges[request_id]
         lacks = ((node, self._lack(node, charge)) for node in self._nodes(charge.flow))
         return next(lack.over_burst or node.over_limit != "queue" for node, lack in lacks if lack)
@@ -53,7 +53,7 @@ class SweptQuotas(Quotas):
             self._refund(request_id, charge, {"queue"})
 
     def refuse(self, request_id: str) -> None:
-        """Undo `arrive`."""
+        """Undo `arrive` for a refused request: refund the charges made at its arrival."""
         charge = self.charges.pop(request_id, None)
         if charge is not None:
             self._refund(request_id, charge, {"reject", "demote"})
@@ -67,7 +67,7 @@ class SweptQuotas(Quotas):
             self._log("refunded", request_id)
 
     def count_running(self, requests: Iterable[Arriving]) -> None:
-        """Charge requests that run to limits on requests in flight that nodes have got since they started."""
+        """Charge running requests to limits on requests in flight that are newer than the requests' start."""
         for r in requests:
             charge = self.charges.get(r.id) or Charge(r.flow, r.model, 0.0, 0.0, started=True)
             uncharged = [limit for node in self._nodes(r.flow) for limit in self._uncharged(node, charge)]

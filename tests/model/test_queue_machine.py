@@ -37,7 +37,7 @@ Choices = dict[str, list[Any]]
 
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
-STAGES = {"e3": "decode prefill", "p1": "prefill"}  # if a pool has stages; all other endpoints decode
+STAGES = {"e3": "decode prefill", "p1": "prefill"}  # of a pool with stages; all other endpoints only decode
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 FAR = 1e7  # multiplies costs, so that tags are soon rebased
 # The priorities of the three named bands, and other priorities, whose bands are created and collected.
@@ -52,7 +52,7 @@ UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = 60
 STEPS = 50
-TO_SETTLE = 3_601_000_000  # us: longer than this test's timeouts and GIVEN_UP_MS (lua/lib/tombstones.lua)
+TO_SETTLE = 3_601_000_000  # µs; longer than this test's timeouts and GIVEN_UP_MS (lua/lib/tombstones.lua)
 
 BASE: Fields = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,
@@ -63,10 +63,10 @@ BASE: Fields = {
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
     "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50, "adaptive": 0,
 }  # fmt: skip
-# With BASE few requests run and many wait. These bounds let more run, so that endpoints' loads differ more.
+# With BASE few requests run and many wait. With ROOMY more requests run, so endpoints' loads differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
-# One sweep always scans this number of requests. At REFILED (16) the scan may stop before some empty
-# buckets (it depends on the server's hash seed) and report more; the model has no partial scans.
+# A run has at most WALKED requests, so that one sweep scans all of them. From REFILED (16) requests on, a
+# scan may stop early, depending on the server's hash seed; the model has no partial scans.
 WALKED = 15
 GUARANTEED = {"priority": 7, "guaranteed": True}
 # An operator may change LIVE settings at any time. A change of POLICY settings reorders the queue.
@@ -95,7 +95,7 @@ LIVE: Choices = {
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
     "prefill_caps": [{"p1": 1}, {"p1": 1, "e3": 1}, {"p1": 2}],
 }
-# Live changes of a pool whose limits the fleet finds: its mode, and the limits' bounds.
+# Live changes of a pool whose limits the fleet finds: the mode `adaptive`, and bounds of the limits.
 FOUND: Choices = {
     "adaptive": [0, 1],
     "limit_min": [2],
@@ -287,7 +287,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.has_tenants = tenants is not None
         if self.has_tenants:
             a, b, c, d = (self.named[flow] for flow in WEIGHTS)
-            # A flow that is above other flows, two flows below one node, and a node of the third level.
+            # The tree has a flow above other flows, two flows below one node, and a node of the third level.
             self.named |= {"one": a, "two": f"{a}/{b}", "four": f"{a}/{c}/{d}", "half": f"{b}/{d}"}
             paths = (a, f"{a}/{b}", f"{a}/{c}", f"{a}/*", "*", "*/*", f"{a}/{c}/{d}")
             self.levels = dict(zip(LEVELS, paths, strict=True))
@@ -302,7 +302,7 @@ class QueueMachine(RuleBasedStateMachine):
             roomy = True
             self.base |= {"adaptive": adaptive, "limit_initial": initial, "limit_min": 1, "limit_max": 5}
             self.base["unit"] = "tokens" if in_tokens else "requests"
-        self.call("admit", "a", [Arrival("early")])  # nothing is published: the pool is unknown
+        self.call("admit", "a", [Arrival("early")])  # nothing is published, so the pool is unknown
         self.publish(("open", "open", "open" if roomy else "away", "open"))
         for level, node in zip(LEVELS, tenants or (), strict=False):
             self.change_tenants("a", "tenants", level, node)
@@ -502,7 +502,7 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.both.agree or not self.model.moment.settings:
             return
-        # All requests end, and time passes.
+        # At the end of each run, end all requests and let time pass.
         for kind, found in self.model.tenants.items() if self.has_tenants else ():
             self.call("set_tenants", "a", kind, dict.fromkeys(found, ""))
         self.publish(("open", "open", "away", "away"))
@@ -513,7 +513,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(1 + len(CALLERS)):  # each sweep removes one silent replica
             self.both.now_us += TO_SETTLE
             self.sweep_out()
-        # Then all counts of requests are 0, and only the keys of the pool itself are left.
+        # Without requests all counts are 0, and only the keys of the pool itself are left.
         numbers = self.both.numbers()
         counts = (
             {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")}
@@ -525,7 +525,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert finding.violations == []
             self.audited[finding.promise] += finding.checked
         kept = self.side.key_names()
-        # Entries of waits are removed when their time comes, entries of budgets when their periods end.
+        # A tenant's wait stays in Redis until it is over, a budget's balance until the budget's period ends.
         assert all("\x1fbudget:" in key for key in self.model.quotas.balances)
         kept -= {"budget_waits", "balances"}
         assert kept == {"pool", "endpoints", "load", "log"}, kept

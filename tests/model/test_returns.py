@@ -16,7 +16,7 @@ from picker_fleet.state.replies import SettleReply
 from picker_fleet.state.store import name_of
 
 START_US = 1_750_000_000_000_000
-# Number of replicas, and options of `World`.
+# Each case has the number of replicas, and options of `World`.
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"patient": False}),
     (2, {"patient": False, "signs": 0, "unread": True}),

@@ -25,7 +25,7 @@ QUEUED = "queued 10000"
 FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
     f"refused {reason} 1" for reason in ("total-capacity", "saturated", "band-bytes", "no-endpoints")
 )
-# For each name: settings, earlier arrivals, the next arrival and its answer, in the notation of by_hand.py.
+# Each case has settings, earlier arrivals, the next arrival and its answer, in the notation of by_hand.py.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound an arrival is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound an arrival is queued for the rest of its TTL": (
@@ -33,7 +33,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "a request as old as its TTL has expired": ({}, "", "late ttl_ms=1000 age_ms=1000", "expired"),
     "a request waits until its whole cost fits": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", QUEUED),
     "no arrival bypasses a waiting request": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
-    "a request takes at most claim_share of the stock": (
+    "a request takes at most largest_claim of the stock": (
         {"upper_per": 1000, "largest_claim": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
     "costly requests take at most largest_claim of the stock each": (
         {"upper_per": 8, "largest_claim": 0.25}, "r1 cost=6400, r2 cost=64, r3 cost=3", "r4", "placed e1 3"),
@@ -47,7 +47,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "max_flows refuses a new flow": ({"max_flows": 2}, "runs, x0, y0, x1", "z0", "refused too-many-flows 1"),
     "at max_flows a waiting flow may queue more": ({"max_flows": 2}, "runs, x0, y0", "x1", QUEUED),
     "max_flows does not limit critical flows": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", QUEUED),
-    "critical requests do not preempt critical ones": (
+    "a critical request does not preempt critical requests": (
         {"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", FULL),
     "under reject-noncritical a default request is refused": (ONLY_CRITICAL, "runs", "d1", SATURATED),
     "under reject-noncritical a critical request is queued": (ONLY_CRITICAL, "runs", "c1 band=0", QUEUED),
@@ -60,7 +60,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "a band above Critical is like Critical": (ONLY_CRITICAL, "runs", "u priority=100", QUEUED),
     "a band between Default and Critical is like Default": (ONLY_CRITICAL, "runs", "g priority=7", SATURATED),
     "a band below Sheddable is like Sheddable": (ONLY_CRITICAL, "runs", "l priority=-2147483648", SATURATED),
-    "a band at its capacity refuses": (
+    "a band at its capacity refuses a request": (
         BANDED, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
     "a body beyond its band's byte limit is refused": (
         BANDED, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=401", NO_BYTES_LEFT),
@@ -69,7 +69,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "a band that is not preemptible is not preempted": (
         {**BANDED, "total_capacity": 2}, "runs, g0 priority=7, g1 priority=7", "c band=0", FULL),
     "a paused pool queues every arrival": ({"paused": 1}, "", "r", QUEUED),
-    "the endpoint with the fewest in flight comes first": (TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
+    "the endpoint with the fewest requests comes first": (TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
     "an answer has the configured number of fallbacks": (
         {**THREE, "fallbacks": 1}, "r1 candidates=e1, r2 candidates=e2", "r3", "placed e3,e1 0,1"),
     "a request stays within its subset": (TWO, "r1 candidates=e2", "r2 candidates=e2", "placed e2 1"),
@@ -99,12 +99,12 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
 def test_an_arrival_gets_the_answer_that_settings_and_state_require(side: ScriptSide, case: str) -> None:
     settings, known, arrival, answer = ANSWERS[case]
     pool = holding(side, known, **settings)
-    # A refused arrival changes no state, so the same arrival is repeated.
+    # A refused arrival changes no state, so the same arrival is refused again.
     for _ in range(2 if answer.startswith("refused") else 1):
         assert pool.admit(arrival) == [answer]
 
 
-@pytest.mark.parametrize("draining", [{}, {"e1": True}], ids=["none", "one that drains"])
+@pytest.mark.parametrize("draining", [{}, {"e1": True}], ids=["no endpoint", "an endpoint that drains"])
 def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, draining: dict[str, bool]) -> None:
     pool = Pool(side)
     pool.publish(draining)
@@ -113,7 +113,7 @@ def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, drainin
 
 
 WEIGHTED: CASES = {"band_policy": "weighted", "guard_share": 0}
-# Settings; requests that wait behind a running request; the order of service, or how this order begins.
+# Each case has settings, requests that wait behind a running one, and the beginning of the order of service.
 ORDERS: dict[str, tuple[CASES, str, str]] = {
     "requests of one flow are served by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
     "flows take turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
@@ -138,7 +138,7 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
     "under edf the earliest deadline is first": (
         {"ordering": "edf"}, "late ttl_ms=50000 flow=f, soon ttl_ms=20000 flow=f, middle ttl_ms=30000 flow=f",
         "soon middle late"),
-    "under edf the deadline less the predicted time counts": (
+    "under edf the deadline less the predicted service time counts": (
         {"ordering": "edf"}, "late ttl_ms=50000 flow=f attempt=1-35000.x, soon ttl_ms=20000 flow=f, "
         "middle ttl_ms=30000 flow=f attempt=1-11000.x", "late middle soon"),
     "an overdue request is served out of turn": ({"starvation_ms": 1}, "s band=2 age_ms=5, c band=0", "s c"),
@@ -146,11 +146,11 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
         {}, "l band=2 ttl_ms=60000, s band=2 ttl_ms=10000 age_ms=6000, c band=0", "s c l"),
     "with guard_share 0 no request is served out of turn": (
         {"starvation_ms": 1, "guard_share": 0}, "s band=2 age_ms=5, c band=0", "c s"),
-    "the higher criticality is first, each workload by arrival": (
+    "the workload of higher criticality is first, requests of a workload by arrival": (
         {**BY_WORKLOAD, "rate_weight": 0},
         "l1 workload=low criticality=1 flow=f, l2 workload=low criticality=5 flow=f, "
         "h1 workload=high criticality=4 flow=f, h2 workload=high criticality=4 flow=f", "h1 h2 l1 l2"),
-    "the workload with the lower arrival rate is first": (
+    "the workload with the lowest arrival rate is first": (
         {**BY_WORKLOAD, "window_ms": 1000, "rate_cap": 10},
         many("o{n} workload=often flow=f", 8) + ", once workload=once flow=f", "once"),
     "at the wait cap the more critical request is first": (
@@ -429,7 +429,7 @@ def test_a_request_of_a_silent_replica_is_granted_to_the_replica_that_adopts_it(
     pool.admit("alive flow=f ttl_ms=900000")
     pool.passes(SILENT_MS)
     pool.beat()
-    # Requests of a silent replica are not granted; another replica can adopt the requests in their position.
+    # Requests of a silent replica are not granted. A replica that adopts a request gets its position, too.
     pool.sweep()
     assert pool.admit("orphan flow=f") == ["queued 840000 adopted"]
     assert pool.of("orphan") == ["queued", "orphaned", "adopted"]
@@ -466,7 +466,7 @@ def test_a_request_for_any_endpoint_is_placed_by_its_grant(side: ScriptSide) -> 
     pool.admit("q1", by="b")
     pool.admit("q2")
     pool.end("runs")
-    # Each heartbeat notifies the owner until the owner acknowledges the placement with the right attempt.
+    # Each heartbeat notifies the owner of the grant until the owner acknowledges it with the right attempt.
     assert pool.of("q1") == ["queued", "granted", "placed"]
     pool.beat("b")
     assert not acknowledged(pool, "q1", by="a")
@@ -514,7 +514,7 @@ def test_a_request_is_not_adopted_by_its_id_alone(side: ScriptSide, state: str) 
     strangers = "q attempt=9.y, q attempt=9.x flow=other, q attempt=9.x model=other"
     assert pool.admit(strangers, by="b") == ["foreign"] * 3
     assert (pool.model.requests["q"].owner, pool.model.requests["q"].attempt) == ("a", "1.x")
-    # The same request is adopted in every state, any number of times.
+    # A retry of the same request adopts it in every state, any number of times.
     assert [pool.admit("q attempt=2.x", by=by)[0].split()[-1] for by in "bab"] == ["adopted"] * 3
 
 
@@ -545,7 +545,7 @@ def test_the_counts_of_a_workload_follow_each_of_its_requests(side: ScriptSide) 
     assert workload_of(pool) == (3, 3, 1)
     pool.admit("r2 workload=w")  # the request is adopted, not counted again
     assert workload_of(pool) == (3, 3, 1)
-    # Request r1 ends and r2 is granted; r3 is cancelled; a request of a full flow is refused but counts.
+    # Request r1 ends and r2 is granted; r3 is cancelled; r6 of a full flow is refused, but is counted.
     pool.end("r1")
     pool.cancel("r3")
     assert pool.admit("r4 workload=w flow=r limit=0, r5 workload=w, r6 workload=w")[-1].startswith("refused")
@@ -561,7 +561,7 @@ def test_a_rejected_request_counts_as_an_arrival_and_not_as_active(side: ScriptS
         pool.publish({})
     late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
     for number in range(1, 4):
-        (answer,) = pool.admit(f"more workload=w{late}")  # a rejected request only counts as an arrival
+        (answer,) = pool.admit(f"more workload=w{late}")  # counts only as an arrival
         assert answer.split()[0] == ("expired" if late else "refused")
         assert workload_of(pool) == (1 + number, 1, 1)
         assert sum(pool.model.workloads.arrivals("w")) == 1 + number
@@ -594,7 +594,7 @@ def test_a_workload_id_used_by_another_flow_does_not_change_a_flows_order(
     pool.admit("runs")
     pool.admit(waiting)
     assert pool.end("runs") == ["f1"]
-    # The registry counts both flows' requests.
+    # The workload registry counts the requests of both flows together.
     assert workload_of(pool, "shared")[0] == 6
 
 

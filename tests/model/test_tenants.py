@@ -14,7 +14,7 @@ ROOMY: dict[str, Any] = {"upper_per": 100, "lower_per": 100}
 
 
 def pool_of(side: ScriptSide, nodes: dict[str, dict[str, Any]], **settings: Any) -> Pool:
-    """A pool with the given nodes of tenants, by path; settings as in `Pool`."""
+    """A pool with the tenants' `nodes`, by path; `settings` as in `Pool`."""
     pool = Pool(side, tenants={"separator": "/", "prices": {"m": {"answer": 3.0}}}, **settings)
     pool.call("set_tenants", "tenants", {path: json.dumps(node) for path, node in nodes.items()})
     return pool
@@ -28,13 +28,13 @@ def use(pool: Pool, name: str, usage: tuple[int, ...], outcome: str = "completed
     pool.call("settle", [(name, outcome, None, None, PACKED_USAGE.pack(*usage) if usage else b"")])
 
 
-def test_tenants_share_first_then_their_teams(side: ScriptSide) -> None:
+def test_tenants_share_turns_first_and_then_teams_share_their_tenants_turns(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"weight": 2}, "a/y": {"weight": 3}})
     pool.admit("runs")
     for flow in ("a/x/1", "a/x/2", "a/y/1", "b/z"):
         pool.admit(", ".join(f"{flow}-{n} flow={flow}" for n in range(12)))
     order = [name.rpartition("-")[0] for name in pool.serve(24)]
-    # Of 24 turns a gets two thirds, b a third; of a's turns y gets three quarters; keys share equally.
+    # Of 24 turns tenant a gets two thirds, tenant b a third; team a/y gets three quarters of a's turns.
     assert {flow: order.count(flow) for flow in order} == {"b/z": 8, "a/y/1": 12, "a/x/1": 2, "a/x/2": 2}
     pool.tune(upper_per=100, lower_per=100)
     assert len(pool.granted) == 24 + 16, "a call grants at most 16 requests of tenants"
@@ -44,15 +44,15 @@ def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: Scri
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, burst=20)]}}, **ROOMY, guard_share=1.0)
     text = "{flow}{n} flow={flow} prompt_tokens=9 answer_tokens=1 ttl_ms=600"
     pool.admit(many(text.replace("{flow}", "a/x"), 4))
-    assert pool.granted == []  # two requests were placed at once
+    assert pool.granted == []  # the first two were placed without a grant
     assert pool.admit("b0 flow=b") == ["placed e1 2"]
     pool.passes(99)
     pool.beat()
     assert pool.granted == []
-    pool.passes(2)  # ten tokens have come back: the limit suffices for one request
+    pool.passes(2)  # ten tokens have come back, enough for one request
     pool.beat()
     assert pool.granted == ["a/x2"]
-    # The guard does not take the overdue request either.
+    # The starvation guard does not grant the overdue request of the tenant over its limit either.
     pool.passes(99)
     pool.beat()
     assert pool.granted == ["a/x2"]
@@ -73,7 +73,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
         "refused over-limit 1\x1fparallel 0 a\x1ftokens=60,15,45000"
     ]
     use(pool, "used", (20, 10, 8))
-    use(pool, "used", (20, 10, 8))  # a repeated end
+    use(pool, "used", (20, 10, 8))  # the end is reported again
     use(pool, "failed", (), "upstream_failed")
     assert taken() == {"a": 43, "a/used": 28, "a/failed": 0, "a/paid": 15}
     use(pool, "paid", (30, 0, 0), "upstream_failed")  # usage was reported, so the failed answer is charged
@@ -100,11 +100,11 @@ def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(si
     pool.admit("third flow=a band=0")
     pool.call("set_tenants", "tenants", {"a": ""})
     assert pool.end("second") == ["third"]
-    assert pool.told["a"][-1].split("\x1f")[1].startswith("demoted=1"), "also without the limit"
+    assert pool.told["a"][-1].split("\x1f")[1].startswith("demoted=1"), "without the limit, too"
 
 
 @pytest.mark.parametrize("end", ["settle", "cancel", "expire"])
-def test_the_end_of_a_request_frees_its_tenants_place(side: ScriptSide, end: str) -> None:
+def test_the_end_of_a_request_lets_the_next_request_of_its_tenant_start(side: ScriptSide, end: str) -> None:
     pool = pool_of(side, {"a": {"max_parallel": 1}}, **ROOMY, lease_ms=1000)
     pool.admit("one flow=a/x, two flow=a/y, other flow=b")
     assert pool.granted == ["other"]
@@ -123,7 +123,7 @@ def test_released_balance_starts_the_next_request_at_once(side: ScriptSide, how:
     pool = pool_of(side, {"a": {"budget": {"units": 30, "period": "month"}}}, **ROOMY)
     for name, tokens in (("one", 20), ("big", 25), ("two", 10)):
         pool.admit(f"{name} flow=a/{name} prompt_tokens={tokens}")
-    assert pool.granted == []  # one was placed; big waits for the next month, and two waits behind it
+    assert pool.granted == []  # `one` is placed; `big` waits for the next month, `two` waits behind `big`
     if how == "left":
         pool.cancel("big")
     else:
@@ -157,14 +157,14 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
     assert change("reject") == 1
     pool.admit("five flow=a/y")
-    assert change("queue") == 2  # one and five
+    assert change("queue") == 2  # requests one and five are charged
     assert pool.end("one") == ["four"]
     assert change("reject") == 3
     assert pool.end("four") == ["five"]
     assert change("demote") == 3
     use(pool, "five", "", "upstream_failed")
-    assert change("queue") == 3  # three has taken the place of five
-    assert pool.those("evicted") == ["two"]  # waited until its turn, and may wait no longer
+    assert change("queue") == 3  # request three is charged instead of request five
+    assert pool.those("evicted") == ["two"]  # request two may no longer wait when its turn comes
     assert audit(side.log()).violations == 0
 
 
@@ -178,7 +178,7 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert "evicted big " in pool.events
     pool.events.clear()
     pool.beat()
-    assert pool.events == [], "three waits on"
+    assert pool.events == [], "request three goes on waiting"
 
 
 def test_a_new_bound_counts_running_requests_before_waiting_ones(side: ScriptSide) -> None:

@@ -42,7 +42,7 @@ def direct(client: redis.Redis, pool: str) -> DirectPool:
 
 @pytest.fixture
 def splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every request ask for a prefill endpoint, any of them."""
+    """Makes every request ask for a prefill endpoint, and accept any."""
     choose = EndpointChooser.choose
     monkeypatch.setattr(
         EndpointChooser, "choose", lambda chooser, request: choose(chooser, request)._replace(prefill="*")

@@ -21,10 +21,10 @@ class Ledger:
             if entry.event not in ENDS:
                 ledger.started[entry.request] += entry.event in ("queued", "bypassed", "restored")
                 known.add(entry.request)
-            elif entry.request in known:  # else the request was refused and never started
+            elif entry.request in known:  # an unknown request was refused and never started
                 ledger.ends[entry.event] += 1
                 known.remove(entry.request)
-        del ledger.started[""]  # changes of the pool have no request
+        del ledger.started[""]  # log entries about the pool name no request
         return ledger
 
 

@@ -10,7 +10,7 @@ from picker_fleet.domain.bands import NAMED
 from picker_fleet.state.scripts import Library, load_library
 from picker_fleet.state.store import pack_arrival
 
-OPEN = json.dumps({"labels": {}, "draining": False})  # an endpoint that takes requests
+OPEN = json.dumps({"labels": {}, "draining": False})  # record of an endpoint that takes requests
 START_MS = 1_800_000_000_000
 _CLOCK = """
 -- %s
@@ -55,7 +55,7 @@ class DirectPool:
             self.load(self.library)
 
     def load(self, library: Library) -> Library:
-        """Load `library`, also if the server has it: then the library's cached state is dropped."""
+        """Load `library` even if the server has it already, which drops the library's cached state."""
         self.client.function_load(library.source, replace=True)
         return library
 

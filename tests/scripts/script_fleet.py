@@ -41,7 +41,7 @@ from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import Report, audit
 from picker_tools.audit.log import Entry
 
-DEADLINE_S = 30.0  # seconds, generous: an event that takes longer never comes
+DEADLINE_S = 30.0  # tests fail if they wait longer than this for an event
 SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
@@ -140,20 +140,20 @@ async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
 
 
 class PatientPauseDetector(PauseDetector):
-    """Never reports a pause of the process: the store then accepts replies that a busy machine reads late."""
+    """A detector that reports no pause, so the store accepts replies that a busy machine reads late."""
 
     def paused_until(self, now_s: float) -> float:
         return 0.0
 
 
 class Replica:
-    """One replica. The list `notifications` has its store's notifications, `lost` the causes for which the
-    store declared Redis lost."""
+    """A replica without servers. `notifications` lists the notifications from its store, `lost` the reasons
+    for which its store declared Redis lost."""
 
     def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
         self.notifications: list[tuple[str, str]] = []
-        self._by_hand: set[str] = set()  # requests that the test sends directly, unknown to the gate
+        self._by_hand: set[str] = set()  # requests sent past the gate by the test
         self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
@@ -179,7 +179,7 @@ class Replica:
         self.store.on_event = self.gate.failover.on_event
 
     def route(self, subset: tuple[str, ...] | None, **first: str) -> tuple[str, ...]:
-        """The endpoints of a request without admission, with two fallbacks."""
+        """The endpoint and the two fallbacks of a request that needs no admission."""
         return chooser_of(self.cell).route(subset, **first).endpoints
 
     def _on_event(self, event: Event) -> None:
@@ -232,7 +232,7 @@ class Replica:
 
 
 class Fleet:
-    """The replicas of one pool, and queries to the shared state in Redis. `it, a, b = fleet` unpacks it."""
+    """The replicas of one pool, and queries to its state in Redis; unpacks to itself and the replicas."""
 
     def __init__(self, redis: Redis, pool: str, replicas: tuple[Replica, ...]) -> None:
         self.redis = redis
@@ -324,7 +324,7 @@ class Fleet:
             pool.pop(mark, None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
-            for mark in ("seq", "log_seq", "moved"):  # the field `moved` also counts saves of the clock
+            for mark in ("seq", "log_seq", "moved"):  # `moved` also counts saves of the clock
                 del pool["counters"][mark]
         for leases in ("inflight", "replicas"):
             if leases in found:
@@ -381,8 +381,8 @@ async def running(
                 for replica in replicas:
                     await replica.beat()
             if listening:
-                # With a long `check_s` silent connections stay open on a busy machine: in some tests no
-                # heartbeat makes up for missed wake-ups.
+                # A long `check_s` keeps silent connections open on a busy machine. Otherwise a test without
+                # heartbeats would miss wake-ups.
                 background += [
                     tasks.create_task(
                         listen(url, fleet.keys.wake(each.name), each.notified, check_s=DEADLINE_S)

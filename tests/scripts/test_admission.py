@@ -44,7 +44,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
-        # Once the queue is disabled, each call of a script releases a part of the waiting requests.
+        # Once the queue is disabled, each script call starts a part of the waiting requests.
         await a.store.set_live_config({"queue_enabled": 0}, {})
         while (await it.counts())[1]:
             await a.beat()
@@ -52,7 +52,7 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
             assert name_of(await a.place(f"r{i}")) == "placed"
         assert name_of(await a.admit("straight")) == "placed"
         assert await it.counts() == (1, 0, [61])
-        # When the queue is enabled again, requests released without the queue are not counted in the stock.
+        # Once the queue is enabled again, the stock omits requests that started while it was disabled.
         await a.store.set_live_config({"queue_enabled": None}, {})
         assert name_of(await a.admit("waits")) == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
@@ -62,12 +62,12 @@ async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: 
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Requests that first arrived within 1 ms are admitted again: the oldest last, and two of equal age. Ids
-    # sort in reverse.
+    # Three requests that first arrived within 1 ms are admitted again, the oldest last. The ids of the two
+    # requests of equal age sort in reverse.
     async with fleet("a", full=True) as (it, a):
         ages_s = {"b": 0.0501, "a": 0.0501, "z": 0.0505}
         await asyncio.gather(a.beat(), *(a.admit(name, age_s=age_s) for name, age_s in ages_s.items()))
-        # The oldest request is served first, and requests of equal age in the order of the message.
+        # The oldest request is served first; requests of equal age are served in the order of the message.
         await a.settle("runs")
         for _ in range(2):
             await a.settle(order_of(await it.log())[-1])

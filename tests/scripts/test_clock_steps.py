@@ -32,7 +32,7 @@ def test_leases_and_ttls_end_on_time_although_redis_time_steps_by_an_hour(
         at += 1
         server.passes(500)
         if at % 2 == 0:
-            assert server.beat()[4] == 1  # the replica must count as live
+            assert server.beat()[4] == 1  # 1: the replica still counts as live
             server.renew("alive")
         if server.sweep():
             swept_ms = server.real_ms
@@ -72,7 +72,7 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
     server.client.zadd(f"{server.prefix}replicas", {"gone": later_ms})
     server.client.zadd(f"{server.prefix}inflight", {"runs": later_ms + LEASE_MS})
     server.client.hset(f"{server.prefix}pool", "swept_ms", later_ms)
-    assert server.beat()[6] == 2  # live replicas
+    assert server.beat()[6] == 2  # number of live replicas
     for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
         server.passes(250)
         server.beat()

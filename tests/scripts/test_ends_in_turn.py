@@ -41,12 +41,12 @@ async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(f
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
         assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
-        # `last` ends in the loop turn in which `following` arrives, so `following` gets this endpoint.
+        # `last` ends in the loop turn in which `following` arrives, so `following` gets its endpoint.
         logged_end(a, "last", last)
         following = await a.gate.admit(ask("following"), stream_owned=False)
         assert following.endpoints[0] == last.endpoints[0]
         assert events_of(await it.log(), "following") == ["bypassed"]
-        # Request `again` gets the endpoint too, though the replica reads the end after the arrival.
+        # Request `again` gets the freed endpoint although its replica reads the end after the arrival.
         again = asyncio.create_task(a.gate.admit(ask("again"), stream_owned=False))
         await asyncio.sleep(0)
         logged_end(a, "following", following)
@@ -55,7 +55,7 @@ async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(f
         await it.ends(a, "other", "again")
 
 
-async def test_ends_of_requests_are_sent_after_the_loop_turn_and_later_ends_in_one_message(
+async def test_ends_are_sent_after_the_loop_turn_and_ends_during_that_message_in_one_message(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", upper_per=8) as (it, a):

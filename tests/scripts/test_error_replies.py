@@ -25,12 +25,12 @@ from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
 from picker_fleet.state.store import name_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
-SENT_AGAIN = ("READONLY", "NOPERM")  # one error of each kind after which a call is sent again
-REFUSING = {  # error -> the error's kind; the commands that provoke and end it on a real server
+SENT_AGAIN = ("READONLY", "NOPERM")  # two errors, of the two kinds after which a call is sent again
+REFUSING = {  # error reply -> its kind; the commands that provoke and end the error on a real server
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
     "NOPERM within a script": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
-    "BUSY": ("denied", "", ""),  # another client's script runs endlessly
+    "BUSY": ("denied", "", ""),  # provoked by the endless script of another client
     "READONLY": ("elsewhere", f"REPLICAOF {LOOPBACK} 1", "REPLICAOF NO ONE"),
     "NOREPLICAS": ("elsewhere", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
 }
@@ -58,7 +58,7 @@ class Watched:
     async def ends(self) -> None:
         """Assert that the waiting request has kept its position; end all requests; wait for zero counts."""
         first, *others = events_of(await self.fleet.log(), "waits")
-        # Redis queued the request once. If a new connection sent the admission again, this adopted it.
+        # Redis queued the request once; an admission repeated on a new connection only adopted the request.
         assert first == "queued"
         assert set(others) <= {"adopted"}
         self.gate.settle(ended("runs"))

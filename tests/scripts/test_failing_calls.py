@@ -64,7 +64,7 @@ redis.register_function{{function_name='fail_at_{version}', callback=function(ke
 end}}
 redis.register_function{{function_name='made_{version}', callback=function() return made end}}
 """
-# The command that reads each key type.
+# Key type -> the command that reads a key of this type.
 _READS: Mapping[bytes, tuple[Any, ...]] = {
     b"hash": ("HGETALL",),
     b"zset": ("ZRANGE", 0, -1, "WITHSCORES"),
@@ -74,7 +74,7 @@ _READS: Mapping[bytes, tuple[Any, ...]] = {
 
 
 class FailingPool(ClockedPool):
-    """After `fail_at(n)` the n-th call from Lua to Redis fails."""
+    """A pool whose library, after `fail_at(n)`, fails at the n-th Redis command that it calls."""
 
     def named_library(self, name: str) -> Library:
         library = super().named_library(name)
@@ -89,7 +89,7 @@ class FailingPool(ClockedPool):
         self.client.fcall(f"fail_at_{self.library.version}", 1, f"{self.prefix}pool", number)
 
     def calls_made(self) -> int:
-        """The number of calls to Redis since `fail_at`."""
+        """The number of Redis commands that the library has called since `fail_at`."""
         return int(self.client.fcall(f"made_{self.library.version}", 1, f"{self.prefix}pool"))
 
     def everything(self) -> Mapping[bytes, Any]:

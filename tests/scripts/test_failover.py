@@ -108,7 +108,7 @@ async def test_an_end_reported_to_a_replica_without_redis_counts_after_its_resyn
 async def test_a_replica_keeps_resyncing_while_a_peer_that_redis_lists_has_no_replies(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both replicas lose Redis. Replica `late` gets no replies, so its old state stays in Redis.
+    # Both replicas lose Redis. Replica `late` gets no replies, so its old replica info stays in Redis.
     async with fleet("a", "b") as it, failover_replicas(it) as (one, late):
         heartbeat = it.replicas[1].store.heartbeat
 

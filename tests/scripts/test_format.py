@@ -18,8 +18,8 @@ from picker_fleet.state.scripts import NAMES, Library, load_library
 FOREIGN = {
     "format 2": ({"format": "2", "counters": b"packed otherwise"}, "FORMAT 2"),
     "format 2, before its first publish": ({"format": "2"}, "FORMAT 2"),
-    "no number": ({"counters": b"\0" * 8 * len(schema.COUNTERS), "settings": "{}"}, "FORMAT none"),
-    "no number, before its first publish": ({"signing_keys": "1 0a"}, "FORMAT none"),
+    "no format number": ({"counters": b"\0" * 8 * len(schema.COUNTERS), "settings": "{}"}, "FORMAT none"),
+    "no format number, before its first publish": ({"signing_keys": "1 0a"}, "FORMAT none"),
 }
 
 
@@ -92,7 +92,7 @@ def test_no_call_creates_a_pool_without_a_format_number(direct: DirectPool, name
         direct.clear()
     else:
         direct.client.delete(f"{direct.prefix}pool")
-    with contextlib.suppress(redis.ResponseError):  # without settings some calls fail, and change nothing
+    with contextlib.suppress(redis.ResponseError):  # calls that need the lost settings fail
         direct.call(name, *WRITING[name])
     fields = direct.client.hgetall(f"{direct.prefix}pool")
     assert not fields or fields[b"format"] == b"1"
@@ -225,7 +225,7 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     beside.audit()
     state = beside.call("state", 60_000)
     assert (float(state[2]), state[3], state[7]) == (0, 0, 0)  # stock, queue length, number of leases
-    assert set(state[10][4::5]) == {b"0"}  # bytes of waiting requests' bodies
+    assert set(state[10][4::5]) == {b"0"}  # waiting body bytes of each band
 
 
 def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: redis.Redis, pool: str) -> None:

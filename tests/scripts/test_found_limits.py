@@ -60,13 +60,13 @@ async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allo
         assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
 
 
-async def test_limits_are_pinned_configured_or_found_within_the_configured_bounds(fleet: OpenFleet) -> None:
+async def test_a_limit_is_pinned_or_found_and_stays_within_the_configured_bounds(fleet: OpenFleet) -> None:
     settings = {**FOUND, "limit_initial": 4, "pinned": {A: 2}}
     async with fleet("a", endpoints=2, **settings) as (it, a):
         assert (await it.state()).limits == {A: 2, B: 4}
         await set_limits(a, {A: 9, B: 6, C: 7})
         assert (await it.state()).limits == {A: 2, B: 6}
-        # The leader found a limit of endpoint C before the endpoint was published here.
+        # The stored limit of endpoint C takes effect once the endpoint is published.
         await a.publish(A, Endpoint(B, max_inflight=5), C, **settings)
         state = await it.state()
         assert state.limits == {A: 2, B: 5, C: 7}
@@ -78,12 +78,12 @@ async def test_limits_are_pinned_configured_or_found_within_the_configured_bound
         assert (await it.state()).limits == {A: 1, B: 3, C: 1}
 
 
-async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenFleet) -> None:
+async def test_a_pool_that_changes_the_mode_of_its_limits_loses_no_waiting_request(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, **{**FOUND, "adaptive": 0, "limit_initial": 3}) as (it, a):
         names = [f"r{number}" for number in range(8)]
         for name in names:
             await a.admit(name)
-        # A static pool stores limits for later.
+        # In the mode `static` the pool stores found limits, but does not apply them.
         await set_limits(a, {A: 5})
         assert await it.counts() == (1, 7, [1])
         await a.store.set_live_config({"adaptive": 1}, {})
@@ -101,7 +101,7 @@ async def test_a_pool_changes_its_mode_and_loses_no_waiting_request(fleet: OpenF
 async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -> None:
     small, large = addresses(40)[:-1], addresses(40)[-1]
     async with fleet("a", endpoints=40, **FOUND) as (it, a):
-        # Endpoint `large` has more requests than the 39 others, and only this endpoint has room.
+        # Endpoint `large` has the most requests of all 40, yet only this endpoint is below its limit.
         await set_limits(a, {**dict.fromkeys(small, 1), large: 20})
         for number in range(60):
             await a.admit(f"r{number}")
@@ -114,7 +114,7 @@ async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change
     fleet: OpenFleet,
 ) -> None:
     settings = {**IN_TOKENS, "adaptive": 0, "upper_per": 1000}
-    async with fleet("a", checked=False, **settings) as (it, a):  # a rebuilt pool has a new log
+    async with fleet("a", checked=False, **settings) as (it, a):  # the rebuilt pool begins a new log
         for number in range(3):
             await a.admit(f"r{number}", cost=30)
         assert (await it.state()).amounts == {}

@@ -91,7 +91,7 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would also place q
+        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place q, too
         await a.settle("runs")
         await placing.wait()
         await cancel(task)
@@ -102,7 +102,7 @@ async def test_a_client_that_disconnects_during_placement_leaves_no_state(
         assert not await it.has("inbox:a")
 
 
-async def test_a_withdrawn_placement_is_released_once(fleet: OpenFleet) -> None:
+async def test_a_placement_that_is_withdrawn_twice_is_released_once(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
@@ -135,7 +135,7 @@ async def test_a_request_without_a_body_gets_an_endpoint_without_admission(fleet
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
 async def test_a_replica_returns_a_grant_for_an_unknown_request(fleet: OpenFleet, candidates: str) -> None:
-    # Redis has a queued request of replica `b` that `b` does not know, and another request behind this one.
+    # Redis queues a request for replica `b` that `b` itself does not know, and another request behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
@@ -151,7 +151,7 @@ async def test_the_call_that_grants_a_request_also_picks_its_endpoint_if_all_end
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "place", None)  # the test fails if this is called
+        monkeypatch.setattr(b.store, "place", None)  # a call of `place` would fail the test
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert b.gate.queue.waiting == 0
@@ -189,7 +189,7 @@ async def test_after_a_pause_a_replica_calls_place_for_a_request_that_its_grant_
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         b.gate.queue.pause_detector.mark_resumed()
-        monkeypatch.setattr(b.store, "acknowledge", None)  # the test fails if this is called
+        monkeypatch.setattr(b.store, "acknowledge", None)  # a call of `acknowledge` would fail the test
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

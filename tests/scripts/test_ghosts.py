@@ -36,8 +36,8 @@ async def report(
     before: tuple[float, int] | None = None,
     at_ms: float | None = None,
 ) -> None:
-    """Store the endpoint's last metrics page, with `running` requests; `before`: age and load of the page
-    before. The ages of pages count from `at_ms`, by default from now."""
+    """Store a reading of the endpoint's last metrics page, which counts `running` requests; `before`: age (s)
+    and load of the page before. Ages count from `at_ms`, by default from now."""
     now_ms = int(at_ms or await fleet.now_ms())
     page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running))
     if before is not None:
@@ -45,16 +45,16 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_a_sweep_reclaims_the_oldest_requests_if_both_pages_count_fewer(fleet: OpenFleet) -> None:
+async def test_the_oldest_requests_are_reclaimed_if_two_metrics_pages_count_fewer(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
             await a.admit(name)
-        await seen(it, *names[4:], ago_s=4)  # a request renewed last, but before both pages
+        await seen(it, *names[4:], ago_s=4)  # r4 and r5 were renewed last, but before both pages
         for age, name in enumerate(reversed(names[:4])):
             await seen(it, name, ago_s=10 + age)  # request r0 is the oldest
 
-        # No request is reclaimed if only one page is newer, or if the older page counts all 6 requests.
+        # No request is reclaimed if only one page is newer than the leases, or if the older page counts all.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))
@@ -67,13 +67,13 @@ async def test_a_sweep_reclaims_the_oldest_requests_if_both_pages_count_fewer(fl
         assert (await it.state()).stock == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
-        # A late end changes nothing, and no request is reclaimed if the pages account for all requests.
+        # A late end changes nothing, and no request is reclaimed while both pages count all requests.
         assert await a.settle("r1") == [UNKNOWN_END]
         await report(it, 4, before=(1.0, 4))
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
-async def test_an_answer_that_stops_in_its_middle_is_a_ghost_until_its_next_part(fleet: OpenFleet) -> None:
+async def test_a_request_whose_answer_stops_midway_is_a_ghost_until_it_goes_on(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
 
         async def renewed() -> set[str]:
@@ -96,9 +96,9 @@ async def test_an_answer_that_stops_in_its_middle_is_a_ghost_until_its_next_part
 async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
-        await seen(it, "alive", ago_s=10)  # the request's renewal is late, but the pages count the request
+        await seen(it, "alive", ago_s=10)  # renewed too long ago, but both pages count the request
         await report(it, 1, before=(0.5, 1))
-        await a.admit("new")  # after the pages
+        await a.admit("new")  # arrives after both pages
         assert await found(a, UNSEEN_S) == (0, (E1,))
         assert await counted(it) == {"alive", "new"}
 
@@ -130,7 +130,7 @@ async def test_a_suspect_request_is_reclaimed_once_a_newer_metrics_page_lacks_it
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         at_ms = await seen(it, "r", ago_s=3)
-        # The last page is older than the request, or only 50 ms newer, or the page before counts the request.
+        # Not reclaimed: the last page is older or only 50 ms newer, or the page before it counts the request.
         for ago_s, before in ((3.5, (4.0, 0)), (2.95, (4.0, 0)), (2.0, (2.5, 1))):
             await report(it, 0, ago_s=ago_s, before=before, at_ms=at_ms)
             assert await found(a) == (0, (E1,))
@@ -156,14 +156,14 @@ async def test_a_renewed_request_is_no_longer_suspected_to_have_ended(fleet: Ope
 @pytest.mark.parametrize(
     ("calls", "stays"),
     [
-        (["settle y"], {"x", "new"}),  # the metrics page lacked request y
-        (["settle x", "settle y"], {"new"}),  # requests x and y had both ended
-        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page lacked the ended x
-        (["renew x", "settle y"], {"x", "new"}),  # a renewal has restored request x before
+        (["settle y"], {"x", "new"}),  # y has ended, so x was running: x is restored
+        (["settle x", "settle y"], {"new"}),  # x and y have both ended: neither is restored
+        (["renew y", "settle y"], {"new"}),  # y still ran after the page, so x was the ended request
+        (["renew x", "settle y"], {"x", "new"}),  # the renewal of x has already restored x
         (["settle y", "settle x"], {"new"}),
     ],
 )
-async def test_a_late_end_restores_the_request_that_was_reclaimed_in_its_place(
+async def test_a_late_end_of_one_request_restores_the_running_request_that_was_reclaimed_instead(
     fleet: OpenFleet, calls: list[str], stays: set[str]
 ) -> None:
     async with fleet("a", upper_per=2) as (it, a):
@@ -194,7 +194,7 @@ async def test_of_two_reclaimed_requests_the_running_one_is_restored(fleet: Open
         for age_s, name in ((10, "x"), (9, "y"), (8, "z")):
             await a.admit(name)
             await seen(it, name, ago_s=age_s)
-        await report(it, 1, before=(1.0, 1))  # request z has ended, and one of the requests x and y
+        await report(it, 1, before=(1.0, 1))  # one of x, y, z runs: z has ended, and x or y
         assert await found(a, UNSEEN_S) == (2, (E1,))
         assert await counted(it) == {"z"}
         await a.settle("z")
@@ -207,7 +207,7 @@ async def test_an_unacknowledged_placement_of_a_silent_replica_is_reclaimed_firs
         await a.admit("first")
         await a.admit("runs")
         await b.admit("never taken")
-        await a.settle("first")  # grants and places the request of replica b, which acknowledges nothing
+        await a.settle("first")  # grants and places `never taken`, which b does not acknowledge
         assert await counted(it) == {"runs", "never taken"}
         silent_ms = await it.now_ms() - SETTINGS["silence_ms"] - 1
         (name,) = [n for n in await it.redis.zrange(it.keys.prefix + "replicas", 0, -1) if n.startswith("b")]

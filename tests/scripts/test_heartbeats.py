@@ -12,7 +12,7 @@ class Beating(ClockedPool):
     """A pool whose replicas send heartbeats."""
 
     def beat(self, name: str, info: str = "") -> tuple[int, int]:
-        """Whether replica `name` has to publish, and the number of live replicas."""
+        """Send a heartbeat; return whether replica `name` has to publish, and how many replicas are live."""
         reply = self.call("heartbeat", name, info, SILENCE_MS, "")
         return reply[5], reply[6]
 
@@ -50,7 +50,7 @@ def test_the_live_replica_with_the_lowest_name_publishes(beating: Beating) -> No
     assert beating.beat("d") == (0, 2)
 
 
-def test_a_replica_that_no_call_has_reported_is_seen_within_a_second(beating: Beating) -> None:
+def test_a_replica_registered_by_another_library_is_counted_within_a_second(beating: Beating) -> None:
     beating.beat("b")
     beating.beat("c")
     # Another library version replaces replica `c` by `a`: the number of replicas stays the same.

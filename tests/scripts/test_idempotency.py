@@ -52,7 +52,7 @@ CALLS: dict[str, Call] = {
 }
 # A rejected request has no record, so a repetition counts as another arrival of the request's workload.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
-# A connection repeats a lost call in the same way for each script: in batches, durably, or alone.
+# For these calls the reply is lost: at least one call for each way in which a connection repeats calls.
 LOST = ("admit, new", "place", "settle, in flight", "cancel, granted", "renew, restored", "publish", "sweep")
 
 
@@ -110,10 +110,10 @@ def _workload(dump: dict[str, Any]) -> list[float]:
 
 
 def _counts(dump: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a dump that must be equal: all but epochs, versions, and records and tags with times."""
+    """The parts of a dump that a lost reply must not change: all except epochs, versions and times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
     counted: dict[str, Any] = {name: dump["pool"]["counters"][name] for name in exact}
-    counted["load"] = sum(dump["load"].values())  # endpoints take turns
+    counted["load"] = sum(dump["load"].values())  # requests may go to other endpoints
     counted["workloads"] = {id: doubles(text)[:3] for id, text in dump.get("workloads", {}).items()}
     for name in ("requests", "inflight", "timers", "flows:1", "inbox:a"):
         counted[name] = sorted(dump.get(name, ()))
@@ -126,7 +126,7 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         between.lose_replies = 1
         assert await a.settle("runs") == [UNKNOWN_END]
         assert a.notifications == []
-        # The grant is still in the owner's inbox: the heartbeat delivers it, and the request is placed once.
+        # The notification of the grant is still in the inbox: a heartbeat delivers it, and `waits` is placed.
         await a.beat()
         assert a.notifications == [("granted", "waits")]
         assert [await a.place("waits"), await a.place("waits")] == [parse_verdict("placed 10.0.0.1:8000")] * 2

@@ -12,12 +12,12 @@ from picker_fleet.ingress.ext_proc.exchange import Exchange
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}
-).encode()  # a replica would answer a smaller body at once
+).encode()  # a smaller body would be answered before its end
 
 
 async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
-    """Send all bytes of a body without the end of stream; the request, made-1, is placed. The clock of the
-    exchange shows the last of `times_s`."""
+    """Send all bytes of a body, but not the end of stream: this places the request, made-1. The exchange's
+    clock shows the last of `times_s`."""
     exchange = Exchange(exchange_context(replica.gate, clock=lambda: times_s[-1]))
     messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
     assert await converse(exchange, *messages) == []
@@ -56,7 +56,7 @@ async def test_a_request_reclaimed_before_its_late_end_of_stream_is_queued_by_ag
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
-        # The request with this body is queued by age, ahead of the request `second`.
+        # Request made-1 is queued again by its age, ahead of the request `second`.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()

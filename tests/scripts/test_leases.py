@@ -31,11 +31,11 @@ async def test_a_sweep_reclaims_at_most_32_requests(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
-        # Two replicas sweep at most once a minute: the first call reclaims 32 requests and reports more.
+        # Sweeps run at most once a minute. The first sweep reclaims 32 requests and reports more.
         times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
-        # The other replica may continue at once; a third sweep within `interval_s` does not run.
+        # The other replica may sweep on at once; a third sweep within the minute does not run.
         swept = await b.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (18, False)
         assert not (await a.store.sweep(**times)).ran
@@ -52,7 +52,7 @@ async def test_a_replica_renews_the_leases_of_its_own_streams(fleet: OpenFleet) 
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
-        # Only the unreported request is reclaimed. After a withdrawal the replica no longer renews a stream.
+        # Only the request without reports is reclaimed. A withdrawal ends the renewals of a stream's lease.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.queue.renew_owned_streams()
@@ -81,7 +81,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
 
 
 async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fleet: OpenFleet) -> None:
-    # Two requests were started without the shared state, and one of these requests has ended.
+    # Two requests were started without Redis, and one of them has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "stored"
@@ -106,7 +106,7 @@ async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fl
 
 @pytest.mark.parametrize(
     ("ended_s", "seen_s", "answer"),
-    # Seen last before the end; within 2 s (LATE_MS) of the end; later: a new request with the same id.
+    # Last seen before the end, or up to 2 s (LATE_MS) after it; if later, the id belongs to a new request.
     [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
 async def test_a_tombstone_stops_only_requests_seen_before_the_end(
@@ -180,7 +180,7 @@ async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: Ope
         await until(it.at_rest)
 
 
-# fields: flow, band, weight, cost, workload, criticality, model, endpoint, limit; one is bad in each token
+# Token fields: flow, band, weight, cost, workload, criticality, model, endpoint, limit; tests damage one
 WHOLE = ("f", "1", "1.0", "1", "w", "3", "llama", E1, "0")
 DAMAGES = {
     1: ("1.5", "7"), 2: ("nan", "x"), 3: ("1e308", "inf", "-5"), 4: ("w\0",), 5: ("x",), 7: ("",),

@@ -57,8 +57,8 @@ async def test_calls_in_one_message_keep_their_order_if_the_library_is_lost(flee
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # Every script is called in one loop turn, and each script answers as if the library were loaded. No
-        # renewal is sent again after its request's end.
+        # All scripts are called in one loop turn, and answer as if the library had not been lost. The renewal
+        # is not sent again after its request's end.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
@@ -79,7 +79,7 @@ async def test_a_renewal_is_not_retried_after_the_end_of_its_request(fleet: Open
             await a.admit(name)
         lacking = library.source.replace(library.function("renew"), "lacking")
         await it.redis.function_load(lacking, replace=True)
-        # The renewal of a running request is retried; the renewal sent with its request's end is not.
+        # The renewal of the running request is retried; the renewal of the request that ends is not.
         renewed, ended, settled = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.renew, "ends", 1, "", token),
             in_turn(a.store.settle, "ends", Outcome.COMPLETED),
@@ -157,7 +157,7 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
 
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, fleet: OpenFleet) -> None:
-    # A request is in flight; then the server refuses writes because it cannot write its RDB file.
+    # A request is in flight; then the server refuses writes because it cannot write its AOF file.
     async with proxy_to(valkey_url) as between, fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
@@ -180,9 +180,9 @@ async def test_a_cut_idle_connection_is_replaced_without_a_call(fleet: OpenFleet
 
 
 async def sleep_while_in_flight(replica: Replica) -> None:
-    """Wait for a call in flight; make it look as if the process had paused for 10 s since sending this."""
+    """Wait until a call is in flight; make it look as if the process had paused for 10 s after the call."""
     link = replica.store._client
-    while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
+    while not link._in_flight:  # noqa: ASYNC110 - a call is sent in the loop turn that submits it
         await asyncio.sleep(0)
     link._in_flight[0].sent_s -= 10
     link._in_flight[0].paused_s -= 10
@@ -191,9 +191,9 @@ async def sleep_while_in_flight(replica: Replica) -> None:
 async def test_a_reply_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
-        # After the pause the process reads the reply before the process's own timer has run.
+        # After a pause the replica reads the reply before its pause detector has run.
         await sleep_while_in_flight(a)
-        # The replica ignores the reply, because another replica may have adopted the request.
+        # The replica ignores a late reply, because another replica may have adopted the request.
         with pytest.raises(StateUnavailable):
             await admission
         assert name_of(await a.admit("r1")) == "placed"

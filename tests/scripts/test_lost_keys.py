@@ -18,7 +18,7 @@ from picker_fleet.domain.request import Alive, Endpoint, Placement
 ENDPOINTS, EACH, CLIENTS = 4, 2, 16
 DRAINED = addresses(ENDPOINTS)[-1]
 BOUND = (ENDPOINTS - 1) * EACH
-# Prefill endpoints have as many places as decode endpoints: while all are full, no flow queue is in order.
+# Prefill endpoints have as many places as the decode endpoints in use, so both stages fill up together.
 PREFILLERS = ("10.0.1.1:8000", "10.0.1.2:8000", "10.0.1.3:8000")
 STAGES = (
     *map(Endpoint, addresses(ENDPOINTS)),
@@ -38,7 +38,7 @@ CONFIG = config(
 )
 SERVICE_S = 5.0
 KEYS = [name for name, kind in documented().items() if kind != "channel"]
-# The loss of these keys is detected, because counts or operators depend on these; the other keys are hints.
+# The fleet detects the loss of these keys, because counts or operators depend on them; other keys are hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
     "flows:BAND", "limits", "load", "prefill_load", "prefills", "endpoints", "marks", "replicas",
@@ -54,7 +54,7 @@ class Load:
         self.fleet = fleet
         self.running: dict[str, Placement] = {}
         self.prefills: dict[str, str] = {}  # running request -> the endpoint that computes its prompt
-        self.served = Counter[int]()  # by client
+        self.served = Counter[int]()  # client's number -> requests served
         self.failed = self.peak = self.waiting = 0
         self.paused = False  # while this is True, no request ends
 
@@ -115,8 +115,8 @@ class Load:
                 self._gate_of(name).renew(Alive(name, placement.endpoints[0], placement.accounting_token))
 
     async def pause_with(self, name: str) -> list[str]:
-        """Let no further request end. Returns the keys that the schema calls `name`. By chance the running
-        requests may not use the wanted key: then let requests end and pause again."""
+        """Let no further request end; return the pool's keys of the schema's pattern `name`. If no request
+        happens to use such a key, let requests end, and pause again."""
         gone: list[str] = []
         for _ in range(20 if name in FOUND else 1):
             self.paused = True
@@ -176,7 +176,7 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(
                 gone = await load.pause_with(name)
                 assert gone or name not in FOUND
                 if not gone:
-                    continue  # the load uses no such key
+                    continue  # these clients use no such key
                 await it.redis.delete(*gone)
                 if name in FOUND:
                     await until(lambda: is_told(a, b), SERVICE_S)

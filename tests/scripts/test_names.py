@@ -19,7 +19,7 @@ _POOLS = itertools.count(1)
 
 
 async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
-    """End `first`, then each request that is granted, until none is left; returns ids in order of grants."""
+    """End `first`, then each request that is placed, until none is left; return ids in the order of ends."""
     ends, served = [first], []
     while ends:
         replica.notifications.clear()

@@ -33,13 +33,13 @@ async def test_every_replica_finds_the_endpoint_that_was_noted_last_for_an_id(fl
         assert await other.find(("?", "conv_1")) == E2
         # A model server that was restarted may use the same ids again.
         other.note(("resp_1",), E1)
-        # `other` sends the note ahead of its question, `one` asks afterwards.
+        # Replica b sends its note ahead of its own question, and replica a asks afterwards.
         assert [await each.find(("resp_1",)) for each in (other, one)] == [E1, E1]
         assert await it.redis.hgetall(it.keys.origins) == {"resp_1": E1, "conv_1": E2}
         assert await it.redis.zcard(it.keys.prefix + "origin_times") == 2
 
 
-async def test_the_method_find_waits_a_short_time_for_an_id_that_is_noted_late(fleet: OpenFleet) -> None:
+async def test_a_search_for_an_id_waits_a_short_time_for_a_late_note(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, a, b):
         finding = asyncio.create_task(origins(b).find(("resp_1",)))
         await asyncio.sleep(0.02)
@@ -48,7 +48,7 @@ async def test_the_method_find_waits_a_short_time_for_an_id_that_is_noted_late(f
         began_s = time.monotonic()
         assert await origins(b).find(("resp_2",)) == ""
         assert await origins(b).find(("resp_2",), 0.01) == ""
-        assert time.monotonic() - began_s < 10 * FIND_S  # seconds; generous for a busy machine
+        assert time.monotonic() - began_s < 10 * FIND_S  # 10 times as long, for a busy machine
         # A replica does not ask Redis for strings that cannot be ids.
         assert await origins(b).find(("", "x" * 300)) == ""
 
@@ -69,9 +69,9 @@ async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> N
         assert not await it.has("origins")
 
 
-async def test_a_read_is_routed_to_the_endpoint_with_its_state_unless_it_is_down(fleet: OpenFleet) -> None:
+async def test_a_read_of_stored_state_goes_to_its_endpoint_unless_this_is_down(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2) as (_, a):
-        # Reads of the state go to a draining endpoint as well, because no other endpoint has this state.
+        # Reads of stored state also go to a draining endpoint, because no other endpoint has this state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
             await a.publish(*endpoints)
             assert a.route(None, origin=E2) == (E2, E1)
@@ -80,7 +80,7 @@ async def test_a_read_is_routed_to_the_endpoint_with_its_state_unless_it_is_down
         assert a.route((E1,), origin=E2) == (E1,)
 
 
-async def test_a_request_waits_for_the_full_endpoint_with_its_state_unless_down(fleet: OpenFleet) -> None:
+async def test_a_request_waits_for_a_full_endpoint_with_its_state_unless_it_is_down(fleet: OpenFleet) -> None:
     async with fleet("a", listening=True, endpoints=2) as (it, a):
 
         async def admitted(name: str) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ async def test_without_redis_a_replica_finds_the_ids_that_it_has_noted_itself() 
 
 
 @pytest.mark.parametrize("lost", ["origins", "origin_times"])
-async def test_if_one_of_two_keys_is_lost_the_sweep_deletes_the_other(fleet: OpenFleet, lost: str) -> None:
+async def test_if_either_key_of_stored_ids_is_lost_a_sweep_deletes_both(fleet: OpenFleet, lost: str) -> None:
     async with fleet("a") as (it, a):
         origins(a).note(("resp_1",), E1)
         await until(lambda: it.redis.hlen(it.keys.origins))

@@ -10,7 +10,7 @@ from direct_calls import ClockedPool
 E1, E2, E3, E4 = (f"10.0.0.{n}:1" for n in range(1, 5))
 ROOMY = {
     "upper_per": 9,
-    "live_weight": 0,  # so that candidates are picked by score alone
+    "live_weight": 0,  # the score alone decides among candidates
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ class FailingPool(ClockedPool):
         return {mark.decode().split("\x1f")[1] for mark in marks if mark.startswith(b"ejected")}
 
     def takes(self, address: str) -> bool:
-        """Whether a new request may go to the endpoint `address`; the request is ended at once."""
+        """Whether a new request may go to the endpoint `address`. This request ends at once."""
         self.ids += 1
         reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
         self.call("settle", "a", f"t{self.ids}", "client_gone", "", "", "", "")
@@ -80,7 +80,7 @@ def test_failures_of_one_flow_eject_no_endpoint_while_other_flows_run(it: Failin
     assert it.ejected == set()
 
 
-def test_five_failures_of_the_only_flow_eject_an_endpoint_if_another_answers_it(it: FailingPool) -> None:
+def test_five_failures_of_the_only_flow_eject_an_endpoint_if_others_answer_the_flow(it: FailingPool) -> None:
     assert {it.fails(E1, "x") for _ in range(9)} == {"noted"}
     it.answers(E1)
     assert it.fails(E1, "x") == "noted"
@@ -96,7 +96,7 @@ def test_a_request_that_fails_on_two_endpoints_ejects_neither_endpoint(it: Faili
         assert it.loads()[E2] % 1e9 == 1
         it.fault(request_id, E2)
         it.fault(request_id, E3)
-        it.fault(request_id, E1, flow=flow)  # reported twice
+        it.fault(request_id, E1, flow=flow)  # a repeated report
         it.call("settle", "a", request_id, "upstream_failed", "", "", "", "")
         assert it.ejected == set()
     # An ejection by the first failure is undone when the second failure is reported.
@@ -155,7 +155,7 @@ def test_at_most_the_configured_share_of_the_pool_is_ejected(
     assert it.admit("goes on")[0] == "placed"
 
 
-def test_a_full_endpoint_gets_one_request_for_each_end_until_its_hold_is_over(it: FailingPool) -> None:
+def test_a_full_endpoint_gets_a_request_for_each_that_ends_until_its_hold_is_over(it: FailingPool) -> None:
     running = [it.place(E1) for _ in range(2)]
     refused = it.place(E1, E2)
     it.fault(refused, E1, "full", 3000)

@@ -24,7 +24,7 @@ TEMPLATE_TOKENS = 12  # tokens that a chat template adds to a message
 
 
 def chat(row: dict[str, str]) -> bytes:
-    """A body whose message has as many bytes, digits and punctuation marks as the passage of `row`."""
+    """A chat body whose message has as many bytes, and as many digits and marks, as the text of `row`."""
     count, marks = int(row["bytes"]), int(row["marks"])
     text = "".join("p."[(n + 1) * marks // count > n * marks // count] for n in range(count))
     about = {"model": "m", "temperature": 0.7, "stream": True, "stream_options": {"include_usage": True}}
@@ -54,7 +54,7 @@ async def test_estimates_of_prompts_are_good_to_15_percent_after_200_requests(
             return [intake.request(each, {}, subset=None, trusted=False) for each in asks]
 
         def error(estimated: list[InferenceRequest]) -> float:
-            assert all(each.learn for each in estimated)  # the cost includes no answer
+            assert all(each.learn for each in estimated)  # the cost leaves out the answer
             return median(abs(each.cost / tokens - 1) for each, tokens in zip(estimated, real, strict=True))
 
         first = await requests()
@@ -91,7 +91,7 @@ def test_a_few_wrong_figures_hardly_change_the_estimated_cost_of_a_prompt(direct
     base, slope = lines()["m"]
     for size in sizes:
         assert base + slope * size == pytest.approx(20 + size / 5, rel=0.3)
-    # At most 256 models are known.
+    # The pool learns the prompts of at most 256 models.
     for n in range(260):
         learn(100, 30, f"m{n}")
     assert len(lines()) == 256

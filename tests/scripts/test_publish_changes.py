@@ -60,7 +60,7 @@ async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: s
             await each.settle(*(f"r{number}" for number in range(40)))
 
 
-async def test_changes_of_another_version_of_endpoints_are_ignored(valkey_url: str, pool: str) -> None:
+async def test_changes_to_another_version_of_the_endpoints_are_ignored(valkey_url: str, pool: str) -> None:
     async with running(valkey_url, pool, "a", endpoints=0) as (it, a):
         first, second = addresses(2)
         await publish(a, {first: Endpoint(first)}, "v1")
@@ -110,7 +110,7 @@ async def test_replicas_with_equal_discovery_publish_changes_and_read_no_endpoin
         for each in (a, b):
             await until(lambda each=each: each.cell.current.endpoints[1].down)
         assert whole == []
-        # A replica reads a published endpoint list that its own discovery has not found yet.
+        # Replica b reads the published list of endpoints, since its own discovery still lacks the change.
         a.membership.discovered(wanted[:2])
         await until(lambda: len(b.cell.current.endpoints) == 2)
         assert whole == ["read"]

@@ -16,7 +16,7 @@ from picker_fleet.domain.request import Alive, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import AnyVerdict
 
-# Two endpoints with a watermark of 2: at most 4 requests in flight; dispatch only below 3.6 requests.
+# With two endpoints at most 4 requests are in flight, and dispatch needs a stock below 3.6 requests.
 CONFIG = config(2)
 # A long heartbeat interval, so that the test decides when a replica sends heartbeats.
 SLOW = config(2, "2s")
@@ -67,7 +67,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         real = a.store.admit
 
         def paused(*of_it: Any) -> asyncio.Future[AnyVerdict]:
-            time.sleep(0.1)  # the host stops the process for longer than the time between two arrivals
+            time.sleep(0.1)  # a pause longer than the time between two arrivals
             return real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", paused)
@@ -83,7 +83,7 @@ async def test_streams_are_registered_before_waiting_requests_when_redis_is_slow
         await it.redis.flushall()
         await a.publish(*addresses(2))
         await a.beat()
-        # While Redis answers no writing call for 0.1 s, the replica registers its requests again.
+        # The replica registers its requests again while Redis delays writing calls by 0.1 s.
         await it.redis.client_pause(100, all=False)
         asked = asyncio.create_task(a.store.notifications())
         await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
     # Two replicas have the same configuration; the replica with the lowest name publishes (the leader).
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # If only the other replica discovers a change, the published endpoints do not change.
+        # If only replica b discovers a change, the published endpoints do not change.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
@@ -167,7 +167,7 @@ async def test_only_the_replica_with_the_lowest_name_publishes(fleet: OpenFleet)
 
 ENDPOINT = "e:1"
 TOKEN = accounting_token.write(ask("r"), ENDPOINT)
-WINDOW_MS = LEASE_MS + 10_000  # after this time every running request has been reported
+WINDOW_MS = LEASE_MS + 10_000  # so long after a loss, all running requests have been reported
 HOUR_MS = 3_600_000
 
 
@@ -186,7 +186,7 @@ def settled(server: TimedPool) -> bool:
     return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_unless_state_was_lost_an_ended_requests_accounting_token_restores_nothing(server: TimedPool) -> None:
+def test_an_ended_requests_accounting_token_restores_nothing_unless_state_was_lost(server: TimedPool) -> None:
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
@@ -213,12 +213,12 @@ def test_a_reclaimed_request_can_be_restored_until_its_end_or_for_an_hour(server
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
-    # The end of one request is reported after all, and a tombstone is stored.
+    # The end of request `ends` is reported after all, which stores a tombstone.
     assert server.settle("ends") == "unknown"
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("ends", TOKEN) == "unknown"
-    # The other request is forgotten an hour later.
+    # Request `stays` can no longer be restored an hour later.
     server.calm(HOUR_MS)
     assert server.sweep()
     assert server.report("stays", TOKEN) == "unknown"
@@ -237,7 +237,7 @@ def lose_everything(server: TimedPool) -> None:
 
 
 def fail_over(server: TimedPool) -> None:
-    """Simulate a new primary that lacks the last writes and serves no replica for 20 s."""
+    """Simulate a failover of Redis: the new primary lacks the last writes, and replicas miss it for 20 s."""
     server.lose("r", "late")
     server.load(server.library)  # this call clears the library's cached state
     server.passes(20 * SECOND_MS)
@@ -251,7 +251,7 @@ def test_after_a_loss_running_requests_can_be_restored_for_a_limited_time(
         server.admit(name)
     happen(server)
     server.beat()
-    # A report restores a request, but not after WINDOW_MS: by then all running requests have been reported.
+    # A report restores a request, but not after WINDOW_MS, when all running requests have been reported.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
@@ -262,7 +262,7 @@ def test_after_a_silence_of_the_whole_fleet_renewals_restore_requests(server: Ti
     server.passes(2 * SILENCE_MS)
     server.beat()
     assert server.report("r", TOKEN) == "restored"
-    # The first heartbeat of a new replica does not allow restores.
+    # The first heartbeat of a new replica does not start another window for restores.
     assert settled(server)
     server.call("heartbeat", "new", "{}", SILENCE_MS, "")
     assert server.report("other", TOKEN) == "unknown"
@@ -271,7 +271,7 @@ def test_after_a_silence_of_the_whole_fleet_renewals_restore_requests(server: Ti
 def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
     # One replica has lost Redis and starts requests locally.
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
-    # The access log reports the first request to another replica in time: the request is restored.
+    # If the access log reports the request to another replica in time, the request is restored.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
     # An ended request with a tombstone is not restored, nor is a request first reported after WINDOW_MS.

@@ -10,7 +10,7 @@ from script_fleet import Fleet, ask, asked, ended, running, until
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ExpiredTtl, WritesRefused
 
-ROOM = 400_000  # bytes of memory for waiting requests
+ROOM = 400_000  # bytes of memory left for waiting requests
 
 
 class Clients:

@@ -16,7 +16,7 @@ from picker_fleet.state.store import name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
-    """Results or exceptions of all `calls`. During the first call the other calls gather in a message."""
+    """The results or exceptions of `calls`; while the first is in flight, others gather in one message."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -60,7 +60,7 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(fleet: 
 async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
         async with broken(it):
-            # One message carries a request of the broken flow, another request, and the cancel of the latter.
+            # One message carries request `b` of the broken flow, request `g`, and the cancel of `g`.
             arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
             await in_one_message(a.beat(), *arriving, in_turn(a.store.cancel, "g", 1, "cancelled"))
         assert events_of(await it.log(), "g")[-1] == "cancelled"

@@ -8,7 +8,7 @@ from direct_calls import ClockedPool
 
 
 class Versions(ClockedPool):
-    """A pool used by two versions of the library: the pool's own version, and the version `other`."""
+    """A pool that two versions of the library use: the version `library` and the version `other`."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
@@ -37,14 +37,14 @@ def test_no_request_goes_to_an_endpoint_that_another_library_version_has_replace
 
 
 def test_an_endpoint_added_under_the_same_version_of_the_endpoints_is_picked(server: Versions) -> None:
-    # The library caches all endpoints.
+    # The first admission makes the library cache all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
     server.publish("a:1", "b:1", version="1", upper_per=100)
     assert server.admit("y")[1] == "b:1,a:1"
 
 
-def test_requests_of_a_workload_by_two_library_versions_are_counted_once_each(server: Versions) -> None:
+def test_a_workload_counts_each_request_once_although_two_library_versions_serve_it(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
     for number in range(10):
         server.admit(f"one-{number}")
@@ -53,12 +53,12 @@ def test_requests_of_a_workload_by_two_library_versions_are_counted_once_each(se
         if number % 2:
             server.settle(f"other-{number}")
     row = server.call("view_workload", "w")[1].split(b"\x1f")
-    assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # total, active, dispatched
+    assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # total, active and dispatched requests
     assert sum(server.loads().values()) == 5
 
 
 def test_either_library_version_expires_a_request_that_the_other_version_queued(server: Versions) -> None:
-    # A library version has cached that no timer is pending; a request in flight takes all capacity.
+    # One library version has cached that no timer is pending; request `runs` fills the pool.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
@@ -80,7 +80,7 @@ def test_endpoints_loads_stay_exact_with_more_endpoints_than_the_library_caches(
 
 
 def test_the_next_call_applies_a_setting_that_another_library_version_changed(server: Versions) -> None:
-    # A version of the library has cached the settings, and no cached count changes.
+    # One library version has cached the settings, and counts do not change, which would refresh the cache.
     server.live_through("x", "y")
     for fallbacks in (0, 1):
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
@@ -97,7 +97,7 @@ def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Vers
     server.call("mark_endpoint", "a", "b:1", "down", "1")
     for address in ("a:1", "b:1"):
         server.settle(running.pop(address))
-    assert server.loads()["a:1"] == 1  # the waiting request
+    assert server.loads()["a:1"] == 1  # request `waits` runs there
     for name in (*running.values(), "waits"):
         server.settle(name)
     server.call("mark_endpoint", "a", "b:1", "down", "")

@@ -130,7 +130,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         # A request is missing on the last two metrics pages of its endpoint.
         await a.admit("ghost", candidates=E1)
         await a.place("ghost", candidates=E1)
-        now_ms = int(await it.now_ms())  # read once: the sweep ignores a page older than its predecessor
+        now_ms = int(await it.now_ms())  # read once, so that the last page is newer than the page before
         await it.redis.zadd(it.keys.prefix + "inflight", {"ghost": now_ms + 30_000})
         page = EndpointMetrics(now_ms, waiting=0.0, running=0.0, before_ms=now_ms - 1, before_load=0.0)
         await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
@@ -150,7 +150,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
         usage = Usage(1, 0, 1, 0, 1, 2.0)
         await a.store.count_usage(1, 490_896, {("acme/a", "llama"): usage}, leaves=False)
         await look()
-        # A request may only go to an endpoint that has reached its limit.
+        # A request's only candidate is an endpoint at its limit.
         await publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
             await b.admit(name, flow=f"flow of {name}", candidates=E1)
@@ -187,5 +187,5 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.set_tenants("tenants", {"acme": '{"max_parallel": 9}'})
         await a.sweep()
         # The hash of the pool has exactly the documented fields.
-        rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py
+        rebuilding = {"lost"}  # used after a loss (tests/scripts/test_lost_keys.py)
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields() - rebuilding

@@ -17,7 +17,7 @@ from picker_fleet.state.keys import Keys
 
 
 class Follower:
-    """Records all that a follower of the readings receives."""
+    """A follower of the channel of readings; records everything that it receives."""
 
     def __init__(self) -> None:
         self.readings: dict[str, EndpointMetrics] = {}
@@ -64,7 +64,7 @@ Pair = tuple[MetricsChannel, MetricsChannel]
 
 @asynccontextmanager
 async def two_replicas(url: str, pool: str) -> AsyncIterator[Pair]:
-    """Two replicas whose clocks differ widely: 1000 s and 50 s."""
+    """Two replicas whose clocks differ widely: they show 1000 s and 50 s."""
     async with (
         opened(url, pool, "one", lambda: 1_000_000) as one,
         opened(url, pool, "two", lambda: 50_000) as two,
@@ -174,7 +174,7 @@ async def test_publishing_fails_in_time_while_redis_is_silent_and_recovers(
 
 
 async def persist(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Repeat `call` until it succeeds, as a busy machine may require; return the answer of `call`."""
+    """Repeat `call` until it succeeds, since calls may time out on a busy machine; return its answer."""
     async with asyncio.timeout(20):
         while True:
             with suppress(StateUnavailable):

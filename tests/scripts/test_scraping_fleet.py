@@ -24,7 +24,7 @@ from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
-HEARTBEAT_S = 6.0  # a replica silent for 3.6 s, longer than a busy machine stalls, counts as gone
+HEARTBEAT_S = 6.0  # so a scraper counts as gone only after 3.6 s of silence; a busy machine stalls for less
 
 
 class Meter(Metrics):
@@ -101,7 +101,7 @@ class ScrapingFleet:
         await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(self.addresses))
 
     async def scrapers(self, times: int) -> dict[str, set[str]]:
-        """The replicas that scrape each endpoint, over at least `times` further scrapes of each endpoint."""
+        """Endpoint -> the replicas that scrape it, observed over at least `times` further scrapes."""
         for replica in self.replicas.values():
             replica.meter.scrapes.clear()
 
@@ -188,7 +188,7 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
         # A replica that scrapes an endpoint stops without notice, and at first counts as live.
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
-        # The other replicas scrape this replica's endpoints in addition to their own endpoints.
+        # The other replicas take over the endpoints of the stopped replica, and keep their own endpoints.
         await fleet.divided()
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():

@@ -3,11 +3,11 @@
 import pytest
 from script_fleet import Fleet, OpenFleet, Replica
 
-HEAVY, LIGHT = 40, 10  # turns of each flow, of 50 turns at weights 4:1
+HEAVY, LIGHT = 40, 10  # of 50 turns, the turns of a flow of weight 4 and of a flow of weight 1
 
 
 async def queue(by: list[Replica], flow: str, weight: float, numbers: range) -> dict[str, Replica]:
-    """Queue one request per number, at these replicas in turn; return each request's replica."""
+    """Queue a request for each number, at the replicas `by` in turn; return request id -> replica."""
     received = {f"{flow} {number}": by[number % len(by)] for number in numbers}
     for request_id, replica in received.items():
         await replica.admit(request_id, flow=flow, weight=weight)

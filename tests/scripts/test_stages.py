@@ -35,7 +35,7 @@ class StagedPool(DirectPool):
         return {address.decode(): count for address, count in found}
 
     def counts(self) -> dict[str, float]:
-        """The requests in flight by endpoint, without idle endpoints that take no requests."""
+        """Endpoint -> requests in flight, without idle endpoints that take no new requests."""
         found = self.client.zrange(f"{self.prefix}load", 0, -1, withscores=True)
         return {address.decode(): count for address, count in found if count != CLOSED}
 
@@ -72,7 +72,7 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.admit("waits", prefill="*")[0] == "queued"
     assert staged.place("waits")[0] == "queued"
     assert staged.place("waits") == ["gone"]  # no further grant while p:1 is full
-    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # placed by its grant in this call
+    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # then placed by its grant
     assert staged.counts() == {"d:1": 2}
     assert staged.prefilled("r1") == "released"
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
@@ -84,13 +84,13 @@ def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_roo
     staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=4, lower_per=4, **limits)
     staged.call("set_tenants", "a", "tenants", "flow", '{"max_parallel": 2}')
     staged.split("r1")
-    for name in ("waits", "is throttled"):  # the first is granted, so the flow is at its limit
+    for name in ("waits", "is throttled"):  # `waits` is granted, which brings the flow to its limit
         assert staged.admit(name, prefill="*")[0] == "queued"
     for name in "abcdef":  # another flow fills the pool; its queued requests advance the virtual time
         staged.admit(name, flow="other")
     for name in "abcd":
         staged.settle(name)
-    assert staged.place("waits")[0] == "queued"  # refunds its charge
+    assert staged.place("waits")[0] == "queued"  # requeued, with its charge refunded
     assert staged.place("waits") == ["gone"]
     assert audit(staged.log()).violations == 0
     staged.prefilled("r1")
@@ -118,7 +118,7 @@ def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_b
     encoder = describe(Endpoint("e:1", encodes=True, decodes=False))
     staged.stages({"d:1": DECODE, "p:1": PREFILL, "e:1": encoder}, upper_per=2)
     assert staged.split("r1", candidates="e:1=1,d:1=0.1", prefill="e:1=1,p:1=0.1") == ("d:1", "p:1")
-    for on in (1, 0):  # the end of a mark does not let the endpoint decode
+    for on in (1, 0):  # setting and removing a mark must not make the endpoint decode
         staged.call("mark_endpoint", "a", "e:1", "down", on)
         assert staged.call("state", 60_000)[6] == 1
     assert staged.split("r2") == ("d:1", "p:1")
@@ -202,6 +202,6 @@ def test_the_audit_finds_prefills_beyond_a_limit_and_wrong_releases(staged: Stag
 
     tuned = log[by_event["tuned", ""]]["note"]
     assert audited("tuned", "", note=tuned.replace('{"p:1":2}', '{"p:1":1}')) == 1
-    assert audited("completed", "r1", prefill="p:1") == 1  # released twice
-    assert audited("completed", "r2", prefill="") == 1  # forgotten
+    assert audited("completed", "r1", prefill="p:1") == 1  # the log claims a second release of the prefill
+    assert audited("completed", "r2", prefill="") == 1  # the log lacks the release of the prefill
     assert audited("prefilled", "r1", prefill="p:2") == 1

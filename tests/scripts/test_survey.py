@@ -1,4 +1,4 @@
-"""One replica at a time reads all flow queues for the fleet, and only while an operator asks for this."""
+"""One replica at a time reads all flow queues for the fleet, and only while operators ask for the queue."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def names(queues: list[FlowQueueRow]) -> set[str]:
 
 
 async def is_left(it: Fleet) -> bool:
-    """Whether Redis has a snapshot of the flow queues, or a claim to read one."""
+    """Whether Redis has a snapshot of the flow queues, or a replica's claim to make one."""
     return bool(await it.redis.exists(it.keys.queue_snapshot))
 
 
@@ -93,7 +93,7 @@ async def test_a_few_flow_queues_are_read_without_a_snapshot(fleet: OpenFleet) -
     async with fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
         # With few flow queues each replica reads for itself: both replicas see a new request at once, and
-        # leave no snapshot.
+        # store no snapshot.
         for waiting in (0, 3):
             if waiting:
                 await wait_in_line(it, waiting)
@@ -163,7 +163,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
         assert len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start
-        # FleetStateCache lists the same position. One flow fewer waits: one request has been served.
+        # FleetStateCache lists the same position. One flow fewer waits, since its only request was served.
         state = await FleetStateCache(a.store, 60.0).get()
         assert state.queues[-1][:4] == found[-1][:4]
         assert state.weights(first.priority, even=True) == len(state.queues) == FLOWS - 1

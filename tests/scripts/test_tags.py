@@ -18,7 +18,7 @@ HUGE = 1e308
 
 
 async def serve(it: Fleet, turns: int, swept: bool = False) -> list[str]:
-    """Place and end `turns` requests, one after the other as they are granted; return the requests' ids."""
+    """Place and end `turns` requests in the order of their grants; return the requests' ids."""
     (a,) = it.replicas
     served = []
     for _ in range(turns):
@@ -61,7 +61,7 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
             await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
         await a.settle("runs")
         await serve(it, 1)
-        # A turn of the heaviest flow adds 1e-6 to the flow's tag; a tag of 1e12 is too large to hold this.
+        # A turn of the heaviest flow adds 1e-6 to its tag; in floating point 1e12 + 1e-6 is 1e12.
         assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
@@ -103,13 +103,13 @@ async def until_notified(replica: Replica, what: str, request: str) -> None:
 
 
 async def life(it: Fleet, name: str) -> None:
-    """One request is placed; one waits and expires; one waits and is served when the first has ended."""
+    """Assert that a request is placed, a second one waits and expires, a third waits and is served."""
     (a,) = it.replicas
     assert name_of(await a.admit(f"{name} first")) == "placed"
     assert name_of(await a.admit(f"{name} expires", ttl_s=0.05, flow="other")) == "queued"
     assert name_of(await a.admit(f"{name} waits", ttl_s=60)) == "queued"
     await until_notified(a, "expired", f"{name} expires")
-    for _ in STRAYS:  # a call drops a bounded number of stray entries, then goes on
+    for _ in STRAYS:  # a call drops only a bounded number of stray entries
         await a.sweep()
     await a.settle(f"{name} first")
     await until_notified(a, "placed", f"{name} waits")
@@ -144,7 +144,7 @@ async def test_a_metric_counts_dropped_stray_entries(fleet: OpenFleet, kind: str
         await a.admit("first")
         await a.admit("waits", band=1)
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS[:3], -1.0))
-        await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # resets the cache
+        await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # clears cached state
         await a.sweep()
         await a.admit("urgent", band=0)  # this call looks for a preemption candidate
         await a.settle("first")
@@ -178,7 +178,7 @@ async def test_requests_are_served_and_expire_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
-        # The hash has unreadable entries, some of these under names that requests use.
+        # The hash has unreadable entries, some of them under names that the test's requests use.
         used = ["flow", "other", "w", "llama", "flow\x1fllama", "down\x1f10.0.0.1:8000"]
         names = [*STRAYS[:3], *used, "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))

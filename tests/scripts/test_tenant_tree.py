@@ -1,4 +1,4 @@
-"""Tenants: shares at each level of the tree, and limits that hold over all replicas. On simulated time."""
+"""Tenants on simulated time: shares at each level of the tree, and limits that hold over all replicas."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ class TenantPool(ClockedPool):
         return self.call("set_tenants", "a", kind, *pairs)
 
     def ask(self, flow: str, **fields: Any) -> str:
-        """Admit a request of the next number; return the verdict's word, or the whole text of a refusal."""
+        """Admit a request of `flow`; return the first word of the verdict, or the whole text of a refusal."""
         self.numbers += 1
         reply = self.call("admit", "a", arrival(f"r{self.numbers}", flow=flow, **fields))
         text = bytes(reply[4]).decode()
@@ -75,7 +75,7 @@ def it(client: redis.Redis, pool: str) -> TenantPool:
     return TenantPool(client, pool)
 
 
-def test_a_thousand_keys_of_one_tenant_gain_nothing(it: TenantPool) -> None:
+def test_a_tenant_with_a_thousand_keys_gets_no_more_turns_than_a_tenant_with_one_key(it: TenantPool) -> None:
     it.start(1, {}, total_capacity=2000)
     it.ask("zeta/k")
     for number in range(1000):
@@ -86,7 +86,7 @@ def test_a_thousand_keys_of_one_tenant_gain_nothing(it: TenantPool) -> None:
     assert abs(served["acme"] - 50) <= 1
 
 
-def test_an_idle_tenant_saves_no_turns_and_its_order_is_forgotten(it: TenantPool) -> None:
+def test_an_idle_tenant_saves_no_turns_and_the_sweep_forgets_its_tags(it: TenantPool) -> None:
     it.start(1, {})
     it.ask("acme/a")
     for _ in range(20):
@@ -94,7 +94,7 @@ def test_an_idle_tenant_saves_no_turns_and_its_order_is_forgotten(it: TenantPool
     it.serve(10)
     for _ in range(20):
         it.ask("zeta/a")
-    # zeta does not catch up on the ten turns before it came.
+    # Tenant zeta does not catch up on the ten turns that acme got before zeta's first request.
     assert abs(Counter(it.serve(10))["zeta/a"] - 5) <= 1
     it.serve(20)
     while running := it.client.zrange(f"{it.prefix}inflight", 0, -1):
@@ -132,13 +132,13 @@ def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantP
     node = {"over_limit": "reject", "budget": {"units": 100, "period": "day"}}
     it.publish(A, upper_per=100, tenants={**TREE, "prices": prices})
     it.set_nodes({"acme": node})
-    assert it.ask("acme/a", prompt_tokens=40, answer_tokens=20) == "placed"  # 80 units
+    assert it.ask("acme/a", prompt_tokens=40, answer_tokens=20) == "placed"  # charges 40 + 2 * 20 = 80 units
     refused = it.ask("acme/a", prompt_tokens=30)
     assert refused.startswith("refused over-limit")
     assert refused.endswith("\x1fbudget day acme")
-    it.end("r1", usage=(40, 20, 10))  # 20 + 10 + 20 units
+    it.end("r1", usage=(40, 20, 10))  # costs 20 + 0.5 * 20 + 2 * 10 = 50 units
     assert it.ask("acme/a", prompt_tokens=30) == "placed"
-    it.end("r3", usage=(-1, -1, 5))  # a stream without usage has at least 5 tokens
+    it.end("r3", usage=(-1, -1, 5))  # no usage, but a stream of at least 5 tokens
     assert it.ask("acme/a", prompt_tokens=10) == "placed"
     assert it.ask("acme/a", prompt_tokens=1).startswith("refused over-limit")
     # The sweep keeps a budget's spent amount until its period ends, even while the node has no budget.
@@ -186,12 +186,12 @@ def limited(amount: int) -> dict[str, Any]:
 
 
 def use_up(it: TenantPool, nodes: dict[str, Any]) -> None:
-    """One request of each leaf runs, and another waits for the limit of one request."""
+    """For each leaf start one request, which uses up the leaf's limit, and queue another request."""
     it.start(100, nodes)
     assert Counter(it.ask(leaf) for leaf in LEAVES * 2) == {"placed": 40, "queued": 40}
 
 
-def test_a_raised_limit_of_a_node_starts_its_request_at_once_whoever_else_waits(it: TenantPool) -> None:
+def test_a_raised_limit_starts_its_nodes_waiting_request_at_once_whoever_else_waits(it: TenantPool) -> None:
     use_up(it, {leaf: limited(1) for leaf in LEAVES})
     it.set_nodes({LEAVES[-1]: limited(2)}, "tenant_changes")
     assert it.queued() == 39
@@ -208,7 +208,7 @@ def test_sweeps_in_a_row_start_the_requests_of_all_nodes_whose_default_is_raised
 def test_one_sweep_after_another_reaches_each_throttled_flow(it: TenantPool) -> None:
     use_up(it, {leaf: limited(1) for leaf in LEAVES})
     assert [it.ask("last", limit=1) for _ in range(2)] == ["placed", "queued"]
-    it.publish(*addresses(2), version="f", upper_per=100, tenants=TREE)  # `last` may run two
+    it.publish(*addresses(2), version="f", upper_per=100, tenants=TREE)  # flow `last` may now run two
     for _ in range(3):
         it.passes(1000)
         it.call("sweep", "a", 1000, 60_000, 300_000, 60_000)
@@ -261,7 +261,7 @@ async def test_a_waiting_request_starts_as_soon_as_its_balance_suffices(fleet: O
         requests = [ask(f"r{number}", flow="acme/a", prompt_tokens=1.0) for number in range(5)]
         for request in requests:
             await a.store.admit(request, "1", "*")
-        # No other call comes: the replica itself calls when the time has come.
+        # The replica itself calls Redis when the balance suffices; no other call triggers a dispatch.
         await until(lambda: len([1 for what, _ in a.notifications if what == "placed"]) == 4)
         assert await it.queued() == 0
 
@@ -276,7 +276,7 @@ async def test_the_predicted_order_of_the_queue_is_the_order_of_service(fleet: O
         rows = (await a.store.reads.flow_queues(1000)).queues
         assert sorted(row.name for row in rows) == sorted(flows)
         predicted = Counter(each.queue.name for each in predicted_order(rows, None, 16))
-        # acme has 12 of 16 turns; search has 8 of these 12.
+        # By weight, acme gets 12 of 16 turns, and acme/search gets 8 of these 12.
         assert predicted == {"acme/search/x": 8, "acme/ads/x": 2, "acme/ads/y": 2, "zeta/x": 2, "zeta/y": 2}
         page = (await a.store.reads.flow_queues(2)).queues
         behind = (repr(page[-1].start), page[-1].name)

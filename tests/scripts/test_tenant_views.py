@@ -25,7 +25,7 @@ TOKENS = Limit(tokens=60, per="1h", burst=100)
 
 
 async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCache]:
-    """The views of a replica that knows the configured `nodes`, which are published. No view is cached."""
+    """The uncached views of a replica whose configuration has `nodes`; the nodes are published."""
     store, times = a.store, SnapshotTimes(max_age_per_queue_s=0.0)
     store.queue_snapshots = QueueSnapshots(store._client, store.reads, store.keys.queue_snapshot, times)
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
@@ -59,7 +59,7 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
         assert tokens.reset_s == pytest.approx(4800, abs=60)
         assert (month.unit, month.per, month.burst, month.remaining) == ("budget", "month", 1000.0, 920.0)
         assert not top.waits
-        await a.settle("runs")  # request w2 has its turn, but acme lacks 20 tokens
+        await a.settle("runs")  # request w1's turn has come, but acme lacks 20 tokens
         below = await views.page("acme")
         assert below.tenant is not None
         assert below.tenant.waits_s == pytest.approx(1200, abs=60)
@@ -97,9 +97,9 @@ async def test_a_node_shows_settings_balances_shares_and_how_long_its_requests_w
             ("epp_tenant_over_limit_total", "action=reject", "tenant=other", "unit=parallel"): 1,
             ("epp_tenant_over_limit_total", "action=demote", "tenant=acme"): 1,
         }
-        # A Redis that has lost the balances gets them again, less what has leaked, once.
+        # After Redis has lost charges, the leader charges them again, once, less the tokens since regained.
         for unit, per in (("tokens", "3600000"), ("budget", "month")):
-            assert await a.store.top_up_tenant("acme", unit, per, 1000.0)  # as if Redis had lost them
+            assert await a.store.top_up_tenant("acme", unit, per, 1000.0)  # as if Redis had lost the charges
         clock_s[0] = 1800.0
         for epoch in ("2", "2", "3"):
             await shown_metrics.look(views.tree(), epoch)
@@ -144,7 +144,7 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
         assert orjson.loads(call.state.detail) == change.model_dump()
         await a.settle("r1")
         shown = await node(views, "acme")
-        assert (shown.waits, shown.queued) == (False, 0)  # r2 runs
+        assert (shown.waits, shown.queued) == (False, 0)  # no request waits: r2 runs
         with pytest.raises(Refused, match="no limit of requests per 1h"):
             await views.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
 

@@ -1,4 +1,4 @@
-"""Live changes of the queue and its scorers: all replicas apply these, and no waiting request is lost."""
+"""Live changes of bounds and scorers: all replicas apply a change, and no waiting request is lost."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ PROMPT = (b"a" * 8, b"b" * 8)
 
 @contextlib.asynccontextmanager
 async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Pool, FleetControls]]:
-    """A replica that is complete except for its listening sockets and its scraping."""
+    """A whole replica, except for its listening sockets and its scraping."""
     leases = {"heartbeat": 0.1, "replica_silence": 5}
     whole = a_pool({"redis": {"url": url}, "pool": pool, "leases": leases}, name)
     whole.membership.discovered([Endpoint(address) for address in addresses(3)])
@@ -72,7 +72,7 @@ def prompted(request_id: str) -> InferenceRequest:
 
 async def test_a_scorer_added_live_uses_the_routes_of_all_replicas(valkey_url: str, pool: str) -> None:
     async with replica(valkey_url, pool, "a") as (a, controls), replica(valkey_url, pool, "b") as (b, others):
-        # A fleet without scorers needs no prompt hashes, and picks the endpoint with the fewest in flight.
+        # Without scorers the fleet needs no prompt hashes, and picks endpoints by requests in flight alone.
         assert a.chooser.choose(prompted("r1")).candidates == "*"
         assert not b.chooser.needs_prefix_hashes
         # A scorer is added through one replica: every replica uses it within a heartbeat.

@@ -43,13 +43,13 @@ async def test_a_thousand_simultaneous_splits_pass_no_limit_of_either_stage(
             await asyncio.sleep(dice.uniform(0, 0.01))
             prefilling[prefiller] -= 1
             if number % 3:
-                replica.gate.prefilled(name)  # otherwise the reservation ends with the request
+                replica.gate.prefilled(name)  # without this report the prefill ends with the request
             await asyncio.sleep(dice.uniform(0, 0.01))
             decoding[endpoint] -= 1
             replica.gate.settle(ended(name))
 
         await asyncio.gather(*map(serve, range(REQUESTS)))
-        # All endpoints served, none beyond its limit; the audit at the end checks each decision.
+        # Every endpoint served, and none ran more than its limit; the audit at the end checks each decision.
         assert {each: most[each] <= DECODE_LIMIT for each in most if each in DECODE} == dict.fromkeys(
             DECODE, True
         )
@@ -67,7 +67,7 @@ async def assert_no_reservation_is_left(it: Fleet) -> None:
 
 
 async def audited_peaks(it: Fleet) -> tuple[int, int]:
-    """The most requests on a decode endpoint, and prefills on a prefill endpoint, by the decision log."""
+    """The most requests at once on a decode endpoint, and the most prefills at once on a prefill endpoint."""
     running: dict[str, tuple[str, str]] = {}
     peaks = [0, 0]
     for entry in await it.log():
@@ -83,7 +83,7 @@ async def audited_peaks(it: Fleet) -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
-async def test_limits_that_the_fleet_finds_reach_both_stages(fleet: OpenFleet) -> None:
+async def test_limits_that_the_fleet_finds_are_used_in_full_in_both_stages(fleet: OpenFleet) -> None:
     bounds = {"adaptive": 1, "limit_initial": 5, "limit_min": 1, "limit_max": 20, "unit": "requests"}
     endpoints = (
         Endpoint("10.0.0.1:8000", prefills=True),

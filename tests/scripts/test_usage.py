@@ -36,7 +36,7 @@ async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet:
         one, other = UsageMeter(a.store, PRICES), UsageMeter(b.store, PRICES)
         one.count(served(100, 10, 60), "acme/search", "llama")
         one.count(served(None, None), "acme/search", "llama")
-        one.count(served(None, None, status=503), "acme/search", "llama")  # used nothing
+        one.count(served(None, None, status=503), "acme/search", "llama")  # a refused request used no tokens
         other.count(served(5, 5), "acme/search", "llama")
         other.count(served(1, 1), "acme/chat", "unpriced")
         sent = a.store.count_usage
@@ -70,7 +70,7 @@ async def test_the_export_names_each_replica_that_stopped_without_leaving(fleet:
             await UsageMeter(replica.store, {}).flush(leaves=replica is left)
         hour = a.store.now_ms() // HOUR_MS
         now_ms = int(await it.now_ms())
-        # In the hour before, `goes-on` sent its last mark early, but it has a mark in the next hour.
+        # In the hour before, replica `goes-on` sent its last mark early, but it has a mark in this hour, too.
         early = f"7 {(hour - 1) * HOUR_MS + 1000} 0"
         before = it.keys.usage(hour - 1)
         await it.redis.hset(before, mapping={"\x1edead": early, "\x1egoes-on": early})

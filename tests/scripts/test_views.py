@@ -36,7 +36,7 @@ async def test_flow_queues_are_listed_by_band_and_start_tag_throttled_queues_las
         await a.admit("c1", flow="limited", band=0, limit=1)
         await a.store.place("d1", 1, "*")
         await a.admit("c2", flow="limited", band=0, limit=1)
-        await a.settle("d1")  # this call grants request c1, whose flow is then at its limit
+        await a.settle("d1")  # grants c1, so that the flow `limited` is at its limit
         await a.place("c1")
         await a.publish(E1, upper_per=3)
         await a.beat()
@@ -210,8 +210,8 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
 async def listed(
     fleet: OpenFleet, *requests: tuple[str, str, Band], **weights: float
 ) -> AsyncIterator[tuple[Replica, FleetView]]:
-    """A replica with one request in flight and `requests` (id, flow, band) queued; the replica's lists. Flows
-    have the weights `weights`, by default 1."""
+    """A replica with one request in flight and `requests` (id, flow, band) queued, and its lists as in the
+    admin API. Flows have the weights `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
         assert name_of(await a.admit("runs")) == "placed"
         verdicts = await asyncio.gather(

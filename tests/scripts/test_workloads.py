@@ -114,7 +114,7 @@ async def test_a_client_with_a_new_flow_for_each_request_starves_no_other_flow(f
             running = a.notifications[-1][1]
             served.append(running)
             await a.place(running)
-        # After the first hundred requests of new flows, the steady flow gets a turn in each round.
+        # After the first hundred new flows, the steady flow gets a turn in each round of 20 new flows.
         turns = [at for at, request in enumerate(served) if request.startswith("steady")]
         assert len(turns) == 5
         assert max(after - before for before, after in itertools.pairwise(turns[1:])) <= 2 * 21

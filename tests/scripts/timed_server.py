@@ -67,12 +67,12 @@ class TimedPool(DirectPool):
             self.beat()
 
     def lose(self, *names: str) -> None:
-        """Delete the records and leases of all requests, as if a failover had lost the last writes."""
+        """Delete records and leases of the requests `names`, as if a failover had lost the last writes."""
         self.client.hdel(f"{self.prefix}requests", *names)
         self.client.zrem(f"{self.prefix}inflight", *names)
 
     def flush(self) -> None:
-        """Delete all keys except the simulated TIME."""
+        """Delete all keys, but keep the simulated TIME."""
         self.client.flushdb()
         self._last_beat = None
         self.step(0)
