@@ -128,7 +128,7 @@ class EndpointCounts:
 
 
 def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
-    """Parse candidates into the named addresses, each once (None for '*': all), and the given scores."""
+    """Parse text like 'a=0.7,b' into distinct addresses ('*': None, which means all) and their scores."""
     if text == "*":
         return None, {}
     pairs = [part.partition("=") for part in text.split(",") if part]

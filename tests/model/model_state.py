@@ -15,7 +15,7 @@ class Moment:
 
     now_us: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    tree: Tree = field(default_factory=lambda: Tree([]))  # the tenants' nodes in force
+    tree: Tree = field(default_factory=lambda: Tree([]))  # the tree of tenants in force
 
     @property
     def now_ms(self) -> int:
@@ -45,7 +45,7 @@ class Request:
     deadline_ms: int = 0
     due_ms: float = 0  # time when the request becomes overdue
     timer_ms: float = 0  # time when the request's next timer runs
-    state: str = "new"  # later "queued", "orphaned", "granted" or "placed"
+    state: str = "new"  # "new", "queued", "orphaned", "granted" or "placed"
     flow_queue: str = ""  # name of the request's flow queue while the request is queued
     endpoints: str = ""
     prefillers: str = ""  # 'x,y' while endpoint x computes the prompt (fallback: y)
@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(slots=True)
 class Workload:
-    """One workload of the registry. `counts`: arrivals in each sixth of the rate window, newest first."""
+    """A workload of the workload registry. `counts`: arrivals in sixths of the rate window, newest first."""
 
     active: int = 0
     dispatched: int = 0

@@ -23,7 +23,7 @@ DISPATCH_LIMIT, TENANTS_LIMIT = 24, 16
 TIMERS_LIMIT = 24
 CHUNK = 32  # maximum requests of one kind that a sweep handles
 DOWN_MS = 10_000
-SMALLEST = 1e-9  # 1/s; while requests wait, a known drain rate stays at least this high
+SMALLEST = 1e-9  # the least drain rate (requests/s) while requests wait
 # If a request ends by one of these events, its tenants' charges are refunded.
 REFUNDED = (
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed"
@@ -48,9 +48,9 @@ class PoolModel:
     """The pool's state. `events`: the last call's decision log, as 'EVENT REQUEST-OR-FLOW-QUEUE CAUSE'.
 
     The function `choose` gets a request id and the burden of each allowed endpoint, and returns the request's
-    endpoints as 'a,b,c', best first. Thus the model does not depend on how the scripts break ties. The
-    function `choose_prefill` also gets the request's endpoint, and returns the prefill endpoints, or '' if
-    that endpoint is the best one for the prefill, too.
+    endpoints as 'a,b,c', best first, as chosen by the scripts: the model does not know how these break ties.
+    The function `choose_prefill` also gets the request's endpoint, and returns the prefill endpoints, or ''
+    if the request's endpoint is the best one for the prefill, too.
     """
 
     def __init__(self, choose: Choose, choose_prefill: ChoosePrefill) -> None:
@@ -87,8 +87,8 @@ class PoolModel:
         self.tenants_version = 0
         self._changed_nodes: list[str] = []  # paths of nodes that this call has changed
         self.quotas = SweptQuotas(self.moment.tree, {}, lambda: self.moment.now_us / 1000, log=self._log)
-        self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # v, newcomers, changed (ms)
-        self._aged = Counter[int]()  # time of arrival -> this call's requests with an age
+        self._states: dict[tuple[int, str], tuple[float, float, int]] = {}  # v, newcomers, changed_ms
+        self._aged = Counter[int]()  # time of arrival (µs) -> number of this call's requests with an age
 
     def live(self, silence_ms: int) -> list[str]:
         return [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
@@ -193,7 +193,7 @@ class PoolModel:
         self._aged[arrived] += 1
         return arrived + self._aged[arrived] - 1
 
-    # Stock, leases and endpoints
+    # Changes of stock, leases and endpoints
 
     def _take(self, r: Request, amount: float) -> None:
         r.taken = amount
@@ -444,7 +444,7 @@ class PoolModel:
         self._log("orphaned", r.id)
 
     def _run_timers(self, limit: int) -> tuple[int, int]:
-        """Run at most `limit` due timers of requests. Returns how many ran, and how many requests ended."""
+        """Run at most `limit` due timers of requests; return the numbers of timers run and requests ended."""
         self._timed = True
         waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         due = sorted((r.timer_ms, r.id) for r in waiting if r.timer_ms <= self.moment.now_ms)[:limit]
@@ -534,7 +534,7 @@ class PoolModel:
         else:
             self._notify(r, "granted")
 
-    # Parts of the script `sweep`
+    # Steps of the script `sweep`
 
     def _reclaim(self, most: int) -> int:
         ran_out = sorted((r.lease_ms, r.id) for r in self.in_flight() if r.lease_ms <= self.moment.now_ms)

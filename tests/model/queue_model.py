@@ -1,6 +1,6 @@
 """A model of the shared queue in plain Python. Tests compare the model with the Lua scripts call by call.
 
-Each public method of `QueueModel` models one script of `lua/`. The clock is `moment.now_us`.
+Each public method of `QueueModel` models one script of `lua/`. The model's clock is `moment.now_us` (µs).
 """
 
 import math
@@ -22,7 +22,7 @@ from picker_fleet.state.store import PACKED_USAGE
 class Arrival:
     """A request to admit. `candidates` and `prefill`: endpoints as '*', 'a,b' or, with scores, 'a=0.7,b=0.5';
     with `prefill` '' the request is not split. `limit`: the flow's limit of requests per endpoint (0: none).
-    `learn`: add the flow's mean answer to `cost`."""
+    `learn`: add the flow's mean tokens of an answer to `cost`."""
 
     id: str
     attempt: str = "1"
@@ -160,7 +160,7 @@ class QueueModel(PoolModel):
 
     @of_each
     def renew(self, id: str, attempt: str, served: str, accounting_token: Request | None) -> str:
-        """Renew a lease. The argument for the accounting token is the request that the token restores."""
+        """Renew a lease. In place of an accounting token the model gets the request that it restores."""
         r = self.requests.get(id)
         if r is None:
             return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
@@ -403,7 +403,7 @@ class QueueModel(PoolModel):
         return not any(band.turns for band in self.queue.bands.values()) and not self.queue.is_throttled(r)
 
     def _full(self, r: Request) -> str | None:
-        """Return the refusal of r if the queue has no room, else None. May preempt another request."""
+        """Return the refusal of r if the queue has no room, even by preempting a request; else None."""
         s = self.moment.settings
         if not self.queues and not s["paused"] and self._may_bypass(r):
             return self._refuse(r, "saturated")
@@ -442,7 +442,7 @@ class QueueModel(PoolModel):
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*" and not item.prefill
-            self._withdraw_notification(r)  # an earlier request with this id left the notification
+            self._withdraw_notification(r)  # discard the notification of an earlier request with this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)
@@ -477,7 +477,7 @@ class QueueModel(PoolModel):
         return "restored"
 
     def _correct(self, r: Request, actual: float | None) -> None:
-        """Correct the charges of r's flow queue and band to its actual cost. A bypass was not charged."""
+        """Correct the charges of r's flow queue and band to its actual cost, unless r bypassed the queue."""
         if actual is not None and actual < 0:
             actual = max(r.cost, -actual)
         if r.tag is None or actual is None or actual == r.cost:

@@ -245,7 +245,7 @@ class World:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
-        """A heartbeat: the replica receives its peers' present info; they receive its info in other steps."""
+        """Replica `who` receives its peers' present info by a heartbeat; they get its info in other steps."""
         about = {
             name: said or _Said.of(gate)
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
@@ -285,7 +285,7 @@ class World:
     # Saving and restoring the state
 
     def state(self, before: State | None = None, who: int = 0) -> State:
-        """The present state. `before`: the former state, if only replica `who` has made a step since."""
+        """The present state of this world. `before`: its former state, if only `who` took a step since."""
         pool = self.pool
         if before is None:
             gates = tuple(gate.failover.save() for gate in self._gates)

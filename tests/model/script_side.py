@@ -34,7 +34,7 @@ TEXT: dict[str, Any] = {"decode_responses": True, "encoding_errors": "surrogatee
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call's reply, its events in the decision log ('EVENT REQUEST BY'), and the state after the call."""
+    """A call's reply, its events in the decision log ('EVENT REQUEST CAUSE'), and the resulting state."""
 
     reply: Reply
     events: list[str]

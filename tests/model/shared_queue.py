@@ -73,7 +73,7 @@ class SharedQueue(FairQueue[Request]):
         self._make_named()
 
     def collect(self, in_use: Container[int], at_rest: bool) -> None:
-        """Forget unnamed bands without waiting or running requests, unless their tag exceeds the bands' v."""
+        """Forget unnamed bands without requests, unless a band's tag exceeds the bands' virtual time `bv`."""
         named = {band.priority for band in self.policy.bands if band.is_named}
         for priority, band in list(self.bands.items()):
             owes = band.tag > self.bv and not at_rest

@@ -71,7 +71,7 @@ WALKED = 15
 GUARANTEED = {"priority": 7, "guaranteed": True}
 # An operator may change LIVE settings at any time. A change of POLICY settings reorders the queue.
 LIVE: Choices = {
-    "bounds": [(1, 1), (2.3, 1), (2.3, 2), (4, 3.7), (4, 0)],  # upper_per > 0, lower_per at most upper_per
+    "bounds": [(1, 1), (2.3, 1), (2.3, 2), (4, 3.7), (4, 0)],  # (upper_per > 0, lower_per <= upper_per)
     "total_capacity": [2, 6, 12],
     "flow_capacity": [1, 3, 8],
     "max_flows": [1, 3, 1000],
@@ -198,7 +198,7 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     prompt_tokens=st.sampled_from([0.0, 3.0, 8.0, 30.0]),
     answer_tokens=st.sampled_from([1.0, 4.0]),
 )
-# NUMBER-EARLY.DIGEST: the stream's number, the ms by which `edf` serves early, the body's digest.
+# An attempt is NUMBER-EARLY.DIGEST: stream's number, ms by which `edf` serves it early, body's digest.
 attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
@@ -215,7 +215,7 @@ class QueueMachine(RuleBasedStateMachine):
     """Draws random calls; `SideBySide` makes each call on scripts and model and compares the results."""
 
     side: ClassVar[ScriptSide]
-    audited: ClassVar[Counter[str]]  # promise -> number of checks in the decision logs of all examples
+    audited: ClassVar[Counter[str]]  # guarantee -> number of checks in the decision logs of all examples
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,8 +470,8 @@ class QueueMachine(RuleBasedStateMachine):
     def change_policy(self, caller: str, overrides: Fields) -> None:
         if self.has_tenants and overrides.get("fairness") == "none":
             overrides = {**overrides, "fairness": "round-robin"}
-        # Pause dispatch until the sweep has reordered all waiting requests. Meanwhile a flow queue mixes two
-        # orders, depending on the server's hash; the only promise is that no request is lost or served twice.
+        # Pause dispatch until the sweep has reordered all waiting requests. Before that, a flow queue mixes
+        # the old and the new order; the only promise is that no request is lost or served twice.
         # tests/long/chaos.py covers that: it changes policies amid dispatch, and audits the log.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()

@@ -13,7 +13,7 @@ CASES = dict[str, Any]
 TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with high bounds no request waits for stock
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
-# The fleet finds the endpoints' limits.
+# With these settings the fleet finds the endpoints' limits.
 FOUND: CASES = {**TWO, "adaptive": 1, "limit_initial": 2, "limit_min": 1, "limit_max": 9}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
@@ -205,7 +205,7 @@ def test_two_flows_services_by_weight_differ_by_at_most_one_request_of_each_flow
             assert abs(difference) <= share[one] + share[other] + 1e-9
 
 
-def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
+def test_an_idle_flow_gets_no_credit_for_its_idle_time(side: ScriptSide) -> None:
     pool = full(side, many("x{n}", 12))
     assert pool.serve(8)[-1] == "x7"
     pool.admit("y0, y1, y2, y3")
@@ -215,7 +215,7 @@ def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
 @pytest.mark.parametrize(
     ("share", "turns"), [(0.1, [0, 10, 20, 30, 40]), (0.3, [0, 4, 7, 10, 14, 17, 20, 24])]
 )
-def test_the_guard_gives_its_share_of_dispatches_to_the_longest_overdue_request(
+def test_the_starvation_guard_gives_its_share_of_dispatches_to_the_longest_overdue_request(
     side: ScriptSide, share: float, turns: list[int]
 ) -> None:
     pool = full(side, many("s{n} band=2", len(turns)), starvation_ms=30, guard_share=share)
@@ -275,7 +275,7 @@ def test_the_newest_request_of_the_flow_preempted_longest_ago_is_preempted(side:
     assert sorted(pool.told["b"]) == [f"preempted {name}" for name in ("x2", "x3", "y2", "y3")]
 
 
-def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: ScriptSide) -> None:
+def test_an_old_notification_does_not_end_a_request_that_its_replica_adopts_again(side: ScriptSide) -> None:
     pool = full(side, "q")
     pool.call("evict", [("q",)])
     # The client sends the request again to another replica, and then to the first replica.
@@ -357,7 +357,7 @@ def test_a_granted_request_at_its_flows_endpoint_limit_is_requeued_uncharged(sid
     assert pool.is_at_rest()
 
 
-def test_a_request_for_a_full_endpoint_waits_and_blocks_no_other(side: ScriptSide) -> None:
+def test_a_request_for_a_full_endpoint_waits_and_blocks_no_other_request(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1})
     pool.admit("first candidates=e1")
     for names, candidates, answer in (("x2 y1", "e1", QUEUED), ("z1 z2", "*", "placed e2")):
@@ -561,7 +561,7 @@ def test_a_rejected_request_counts_as_an_arrival_and_not_as_active(side: ScriptS
         pool.publish({})
     late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
     for number in range(1, 4):
-        (answer,) = pool.admit(f"more workload=w{late}")  # counts only as an arrival
+        (answer,) = pool.admit(f"more workload=w{late}")  # a refused request is only an arrival
         assert answer.split()[0] == ("expired" if late else "refused")
         assert workload_of(pool) == (1 + number, 1, 1)
         assert sum(pool.model.workloads.arrivals("w")) == 1 + number

@@ -131,7 +131,7 @@ def test_released_balance_starts_the_next_request_at_once(side: ScriptSide, how:
     assert pool.granted == [granted]
 
 
-def test_a_changed_node_applies_to_waiting_requests_and_grants_no_second_burst(side: ScriptSide) -> None:
+def test_a_changed_limit_applies_to_waiting_requests_and_grants_no_second_burst(side: ScriptSide) -> None:
     pool = pool_of(side, {"a/*": {"limits": [limit("requests", 60, 60_000, burst=1)]}}, **ROOMY)
     pool.admit("one flow=a/x, two flow=a/x, three flow=a/y")
     assert pool.model.queue.bands[0].inner["a"].throttled.keys() == {"a/x"}
@@ -168,7 +168,7 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
     assert audit(side.log()).violations == 0
 
 
-def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSide) -> None:
+def test_a_waiting_request_above_a_lowered_burst_is_evicted_and_others_go_on(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000)]}}, **ROOMY)
     pool.admit("one flow=a/x prompt_tokens=30, big flow=a/y prompt_tokens=80, two flow=a/z prompt_tokens=10")
     pool.admit("three flow=a/z prompt_tokens=25")
@@ -181,7 +181,7 @@ def test_a_request_beyond_a_lowered_burst_leaves_and_others_go_on(side: ScriptSi
     assert pool.events == [], "request three goes on waiting"
 
 
-def test_a_new_bound_counts_running_requests_before_waiting_ones(side: ScriptSide) -> None:
+def test_a_new_limit_in_flight_counts_running_before_waiting_requests(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"weight": 1}}, upper_per=2)
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
     pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 2, "over_limit": "reject"})})

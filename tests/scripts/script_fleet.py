@@ -232,7 +232,7 @@ class Replica:
 
 
 class Fleet:
-    """The replicas of one pool, and queries to its state in Redis; unpacks to itself and the replicas."""
+    """The replicas of one pool, and queries to its state in Redis; iterates over itself, then replicas."""
 
     def __init__(self, redis: Redis, pool: str, replicas: tuple[Replica, ...]) -> None:
         self.redis = redis

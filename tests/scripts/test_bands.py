@@ -94,7 +94,7 @@ TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"
 
 
 @pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, "7.5", "", "x"])
-def test_a_token_with_an_invalid_priority_restores_nothing(full: DirectPool, priority: object) -> None:
+def test_a_token_with_an_invalid_priority_restores_no_request(full: DirectPool, priority: object) -> None:
     known = len(full.requests())
     reply = full.call("renew", "a", "lost", "1", "", TOKEN.format(number=9, priority=priority), 0)
     assert reply[4] == b"unknown"

@@ -7,7 +7,7 @@ from collections import Counter
 from script_fleet import OpenFleet, ask, config, ended, until
 
 
-async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet: OpenFleet) -> None:
+async def test_of_300_requests_on_three_replicas_at_most_eight_run_at_once(fleet: OpenFleet) -> None:
     joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
     async with fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)
@@ -30,7 +30,7 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
         assert ledger.ends == {"completed": 300}
         assert max(entry.stock for entry in await it.log()) == 8
         assert len(served) == 4
-        # Only the keys of the pool, its endpoints, workloads and replicas, and the log are left.
+        # At the end only the keys of the pool, its endpoints, workloads, replicas and decision log are left.
         for replica in it.replicas:
             await replica.beat()
         await it.replicas[0].sweep()

@@ -55,7 +55,7 @@ async def test_a_requests_end_counts_before_an_admission_in_the_same_loop_turn(f
         await it.ends(a, "other", "again")
 
 
-async def test_ends_are_sent_after_the_loop_turn_and_ends_during_that_message_in_one_message(
+async def test_ends_of_requests_in_one_loop_turn_are_sent_in_one_message_after_the_turn(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", upper_per=8) as (it, a):

@@ -235,7 +235,7 @@ def test_a_library_keeps_counters_and_fields_added_by_a_newer_library(client: re
         beside.beat(1)
         beside.sweep(1)
     beside.bring(0, "the last")
-    # The added field and counter count only the admissions by the library that has them.
+    # The added field and counter count only the admissions by the newer library.
     assert client.hget(f"{beside.prefix}pool", "added_field") == b"4"
     counters = client.hget(f"{beside.prefix}pool", "counters")
     assert len(counters) == 8 * (len(schema.COUNTERS) + 1)

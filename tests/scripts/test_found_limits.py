@@ -98,7 +98,7 @@ async def test_a_pool_that_changes_the_mode_of_its_limits_loses_no_waiting_reque
         assert await it.at_rest()
 
 
-async def test_the_only_endpoint_with_room_is_found_among_40(fleet: OpenFleet) -> None:
+async def test_the_only_endpoint_below_its_limit_is_found_among_40_endpoints(fleet: OpenFleet) -> None:
     small, large = addresses(40)[:-1], addresses(40)[-1]
     async with fleet("a", endpoints=40, **FOUND) as (it, a):
         # Endpoint `large` has the most requests of all 40, yet only this endpoint is below its limit.

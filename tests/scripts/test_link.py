@@ -156,7 +156,7 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
                 await call
 
 
-async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, fleet: OpenFleet) -> None:
+async def test_a_requests_end_is_kept_until_redis_takes_writes(valkey_url: str, fleet: OpenFleet) -> None:
     # A request is in flight; then the server refuses writes because it cannot write its AOF file.
     async with proxy_to(valkey_url) as between, fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
@@ -254,7 +254,7 @@ async def test_an_admission_whose_caller_has_gone_is_not_sent_again(fleet: OpenF
     async with fleet("a") as (it, a):
         await it.redis.function_flush()
         gone, wanted = a.store.admit(ask("gone"), "1", "*"), a.store.admit(ask("wanted"), "1", "*")
-        await asyncio.sleep(0)  # the message is sent
+        await asyncio.sleep(0)  # lets the client send the message
         gone.cancel()
         assert name_of(await wanted) == "placed"
         assert await it.redis.hkeys(it.keys.prefix + "requests") == ["wanted"]

@@ -1,4 +1,4 @@
-"""A replica notes which endpoint has an id's state; every replica finds that (admission/origins.py)."""
+"""A replica notes which endpoint stores an id's state; all replicas find it (admission/origins.py)."""
 
 import asyncio
 import time

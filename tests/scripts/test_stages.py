@@ -72,7 +72,7 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.admit("waits", prefill="*")[0] == "queued"
     assert staged.place("waits")[0] == "queued"
     assert staged.place("waits") == ["gone"]  # no further grant while p:1 is full
-    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # then placed by its grant
+    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # queued, then placed by its grant
     assert staged.counts() == {"d:1": 2}
     assert staged.prefilled("r1") == "released"
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
@@ -151,7 +151,7 @@ def test_an_endpoint_that_leaves_a_stage_finishes_its_requests_there(staged: Sta
     assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
 
 
-def test_a_reservation_without_a_record_ends_with_its_lease(staged: StagedPool, client: redis.Redis) -> None:
+def test_a_reservation_of_a_lost_request_ends_with_its_lease(staged: StagedPool, client: redis.Redis) -> None:
     clock = f"{staged.prefix}test-clock"
     client.set(clock, START_MS * 1000)
     staged.library = staged.load(load_library(clock_of(clock, "stages")))

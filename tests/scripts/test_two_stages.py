@@ -102,7 +102,7 @@ async def test_limits_that_the_fleet_finds_are_used_in_full_in_both_stages(fleet
         assert listed == {"10.0.0.1:8000": (True, True, True), "10.0.1.1:8000": (False, True, True)}
 
 
-async def test_every_replica_reads_the_stages_that_one_published(fleet: OpenFleet) -> None:
+async def test_every_replica_reads_the_stages_that_one_replica_published(fleet: OpenFleet) -> None:
     endpoints = tuple(
         Endpoint(
             f"10.0.0.{number + 10}:8000", {}, draining, decodes=decodes, prefills=prefills, encodes=encodes

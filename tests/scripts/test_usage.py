@@ -49,7 +49,7 @@ async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet:
         with pytest.raises(ScriptFailed):
             await one.flush()
         a.store.count_usage = sent  # type: ignore[method-assign]
-        one.count(served(1, 0), "acme/search", "llama")  # goes into the next batch
+        one.count(served(1, 0), "acme/search", "llama")  # this use goes into the next batch
         await one.flush()
         await one.flush()
         await other.flush()
@@ -83,7 +83,7 @@ async def test_the_export_names_each_replica_that_stopped_without_leaving(fleet:
         assert "replica dead stopped" in (await exported(a))[0]["note"]
 
 
-async def test_a_large_hour_is_exported_in_parts_and_in_order(fleet: OpenFleet) -> None:
+async def test_the_usage_of_a_large_hour_is_exported_in_parts_and_in_order(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         hour = a.store.now_ms() // HOUR_MS
         await it.redis.eval(FILL, 1, it.keys.usage(hour), 1000)
@@ -93,7 +93,7 @@ async def test_a_large_hour_is_exported_in_parts_and_in_order(fleet: OpenFleet) 
         assert names == sorted(f"t{number}" for number in range(1000))
 
 
-async def test_hours_and_rows_are_bounded_and_the_oldest_go_first(fleet: OpenFleet) -> None:
+async def test_stored_hours_and_rows_of_usage_are_bounded_and_the_oldest_go_first(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         await a.beat()
         hour = a.store.now_ms() // HOUR_MS

@@ -256,7 +256,7 @@ async def test_the_view_of_a_request_says_why_it_waits(fleet: OpenFleet) -> None
         assert "runs on 10.0.0.1:8000" in await why("runs")
         await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
-        await a.admit("q1", flow="gold", candidates=E1)  # else the grant would also place the request
+        await a.admit("q1", flow="gold", candidates=E1)  # with other candidates the grant would place q1
         await a.settle("runs")
         await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"

@@ -65,7 +65,7 @@ async def test_refused_requests_of_new_workloads_fill_at_most_half_of_the_regist
         assert await registered(it) == ["late-0", "late-1", "new-0", "served"]
 
 
-async def test_requests_of_unregistered_workloads_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
+async def test_requests_of_unregistered_workloads_are_ordered_as_without_workload(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
         for n in range(6):

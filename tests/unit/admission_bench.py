@@ -185,7 +185,7 @@ class Bench:
         return status.queued if status is not None else 0
 
     def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
-        """Answer heartbeats until the replica leaves LOCAL."""
+        """Answer heartbeats until the replica leaves the failover state LOCAL."""
         for _ in range(100):
             if self.gate.failover.state is FailoverState.LOCAL:
                 self.gate.failover.heartbeat_answered(pulse)
@@ -214,7 +214,7 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def resyncing(bench: Bench) -> AsyncIterator[None]:
-    """Run the block in state RESYNCING: replica `a` has resynced, replica `b` has not."""
+    """Run the block in the failover state RESYNCING: replica `a` has resynced, replica `b` has not."""
     bench.tell_peers(b=True)
     async with returned(bench):
         assert bench.gate.failover.state is FailoverState.RESYNCING

@@ -59,7 +59,7 @@ class Connection:
 
 
 def check(path: str = "/v1/completions", body: bytes = BODY, method: str = "POST", **headers: str) -> bytes:
-    """The bytes of a check that carries the whole body; `_` in the name of a header stands for `-`."""
+    """The bytes of Envoy's check request with the whole body; `_` in the name of a header stands for `-`."""
     own = {"content-length": str(len(body)), "x-request-id": "req-1"}
     return head(f"{method} /check{path}", own, headers) + body
 

@@ -32,7 +32,7 @@ def chooser_of(
     routes: RouteStream | None = None,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> EndpointChooser:
-    """A chooser over the endpoints in `cell`, by default without scorers. Its clock stands still."""
+    """A chooser over the endpoints in `cell`, by default without scorers, whose clock stands still."""
     fleet = fleet or fleet_with()
     fleet.in_flight = in_flight or {}
     readings = readings or MetricsCache(None, clock)

@@ -309,7 +309,7 @@ class Talk:
         self.exchange = Exchange(self.here)
 
     def another(self) -> "Talk":
-        """Another exchange of the same replica."""
+        """A second exchange at the replica of this exchange."""
         other = copy.copy(self)
         other.exchange = Exchange(self.here)
         return other

@@ -46,7 +46,7 @@ class ApiServer:
         self.calls: list[tuple[str, str, dict[str, str]]] = []
         self.refuse: tuple[int, str] | None = None  # the status and message that answer every call, if set
         self._objects: dict[tuple[str, str], dict[str, Any]] = {}
-        self._history: list[tuple[int, str, str, dict[str, Any]]] = []  # version, type, path, object
+        self._history: list[tuple[int, str, str, dict[str, Any]]] = []  # changes: version, type, path, object
         self._version = 100
         self._oldest = 100
         self._changed = asyncio.Event()

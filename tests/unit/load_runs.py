@@ -14,7 +14,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan, Scenario
 PER_SOURCE = 40
 
 
-@cache  # the tables of runs have ten thousand
+@cache  # tests use ten thousand answers
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
     """The answer to a served streaming request; `fields` replace values of the answer."""
     good = Answer(
@@ -45,7 +45,7 @@ def rest(at_s: float) -> Sample:
 
 
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
-    """A run of 20 s that keeps all promises and serves all requests; `fields` replace its values."""
+    """A run of 20 s that keeps all promises and serves all requests; `fields` replace values of the run."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(

@@ -25,7 +25,7 @@ def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
 
 def rules(live: int = 1, tree: Tree | None = None, **queue: Any) -> Rules:
     """The queue rules of one of `live` replicas, whose section `fair_request_queue` has the settings
-    `queue`. `tree`: the nodes of tenants."""
+    `queue`. `tree`: the tree of tenants."""
     return rules_of(EffectiveConfig(parse({"fair_request_queue": queue}), {}), live, tree)
 
 

@@ -25,7 +25,7 @@ class PageServer:
     def __init__(self) -> None:
         self.address = ""
         self.answer = answered(PAGE)
-        self.health: bytes | None = None  # the answer at the path /health, if not `answer`
+        self.health: bytes | None = None  # answer at the path /health; None: `answer`
         self.act: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
         self.requests: list[str] = []
         self.connections = 0

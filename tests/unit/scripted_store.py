@@ -60,7 +60,7 @@ class ScriptedStore:
         self.changes: dict[str, Any] = {}
         self.tunings = 0
         self.noted: list[str] = []  # records of operators' changes, newest first
-        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer's change, made first
+        self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a peer makes this change first
 
     def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0, prefill: str = ""

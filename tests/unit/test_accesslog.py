@@ -136,7 +136,7 @@ BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_t
 
 
 @on_both_transports
-async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
+async def test_a_final_access_log_entry_settles_its_request_with_all_the_entrys_fields() -> None:
     end = Completion("from-picker", Outcome.COMPLETED, 200, "10.0.0.1:8000", 7, 100, 3.5, 0.25)
     assert await reported(batch(full())) == [end._replace(accounting_token=signed("from-picker"))]
     # Without an id from the picker, Envoy's request id identifies the request.
@@ -150,7 +150,7 @@ async def test_a_periodic_log_entry_with_an_accounting_token_renews_the_lease() 
     message.response.response_body_bytes = 5
     alive = Alive("from-picker", "10.0.0.1:8000", signed("from-picker"), answer_bytes=5)
     assert await reported(batch(message)) == [alive]
-    message.response.response_code.value = 101  # a session may be idle for long
+    message.response.response_code.value = 101  # a WebSocket session may be idle for long
     assert await reported(batch(message)) == [alive._replace(answer_bytes=0)]
 
 
@@ -179,7 +179,7 @@ def test_a_periodic_log_entry_ends_the_prefill_of_a_split_request_whose_answer_h
 
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
 @on_both_transports
-async def test_other_types_of_entry_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
+async def test_entries_of_other_types_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
     # If these entries counted, each queued request would cost Redis a call in each access-log interval.
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
 
@@ -197,12 +197,12 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("flag", "status", "outcome"), OUTCOMES)
-def test_response_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
+def test_envoys_response_flag_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
     completion = ended(entry(status=status, flag=flag))
     assert (completion.outcome, completion.status) == (outcome, status)
 
 
-def test_without_served_metadata_the_upstream_address_names_the_serving_endpoint() -> None:
+def test_without_metadata_about_the_server_the_upstream_address_names_the_serving_endpoint() -> None:
     message = entry()
     socket = message.common_properties.upstream_remote_address.socket_address
     socket.address, socket.port_value = "fd00::1", 8000
@@ -319,7 +319,7 @@ def test_a_failed_attempt_is_reported_as_a_fault_of_its_endpoint(
     ("prompt", "completion"), [(float("nan"), -5), ("many", None), (1e300, float("inf"))]
 )
 @on_both_transports
-async def test_invalid_values_of_an_entry_count_as_unknown(prompt: object, completion: object) -> None:
+async def test_invalid_values_in_an_envoy_log_entry_are_unknown(prompt: object, completion: object) -> None:
     message = entry()
     describe(message, {"picker.usage": {"prompt_tokens": prompt, "completion_tokens": completion}})
     message.common_properties.time_to_last_downstream_tx_byte.seconds = -3
@@ -396,7 +396,7 @@ def test_accounting_tokens_stay_valid_over_key_rotations() -> None:
 
 
 @on_both_transports
-async def test_malformed_messages_between_entries_lose_no_entry() -> None:
+async def test_malformed_messages_in_the_access_log_stream_lose_no_valid_entry() -> None:
     tcp = als_pb2.StreamAccessLogsMessage()
     tcp.tcp_logs.log_entry.add().common_properties.upstream_cluster = "pool"
     first, empty = batch(entry(request_id="first")), als_pb2.StreamAccessLogsMessage()
@@ -406,7 +406,7 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
 
 
 @on_both_transports
-async def test_a_replica_that_is_cut_off_ends_the_stream_after_its_next_message() -> None:
+async def test_a_replica_that_is_cut_off_ends_the_access_log_stream_after_the_next_message() -> None:
     gate = ScriptedGate()
     async with serving(gate) as channel:
         call = channel.stream_unary(METHOD)(timeout=10)
@@ -467,11 +467,11 @@ ANSWERS_THAT_END_NOTHING: dict[str, tuple[Entry]] = {
 
 
 @cases("message", ANSWERS_THAT_END_NOTHING)
-def test_other_answers_end_no_request(message: Entry) -> None:
+def test_an_entry_that_does_not_prove_a_complete_final_answer_ends_no_request(message: Entry) -> None:
     assert taken(message)[0].reported == []
 
 
-def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
+def test_a_request_whose_client_left_without_an_accounting_token_only_becomes_a_suspect() -> None:
     gone = bare(request_id="gone", status=0, flag="downstream_connection_termination")
     gate, _ = taken(gone, bare(request_id="refused", status=503))
     assert (gate.reported, gate.suspected) == ([], ["gone"])

@@ -38,7 +38,7 @@ URLS = [
 
 
 @pytest.mark.parametrize(("url", "meant"), URLS)
-def test_a_url_is_parsed_into_its_parts(url: str, meant: Address) -> None:
+def test_a_redis_url_is_parsed_into_its_parts(url: str, meant: Address) -> None:
     assert Address.parse(url) == meant
 
 
@@ -70,11 +70,11 @@ BAD = {
 
 
 @pytest.mark.parametrize(("url", "fault"), [(url, fault) for fault, urls in BAD.items() for url in urls])
-def test_the_refusal_of_a_bad_url_names_the_fault_but_no_password(url: str, fault: str) -> None:
+def test_the_refusal_of_a_bad_redis_url_names_the_fault_but_no_password(url: str, fault: str) -> None:
     with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as caught:
         Address.parse(url.replace("://", "://user:hunter2@", 1) if "//" in url else url)
     assert fault in str(caught.value)
 
 
-def test_the_repr_of_an_address_has_no_password() -> None:
+def test_the_repr_of_a_redis_address_has_no_password() -> None:
     assert "hunter2" not in repr(Address.parse("redis+sentinel://:hunter2@a/s?sentinel_password=hunter2"))

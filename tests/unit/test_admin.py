@@ -86,7 +86,7 @@ async def test_unknown_paths_and_methods_are_answered_by_problem_documents() -> 
     assert response.headers["allow"] == "GET"
 
 
-async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
+async def test_the_startup_error_of_the_admin_server_names_an_address_that_cannot_be_bound() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for listen in (f"127.0.0.1:{taken.getsockname()[1]}", "203.0.113.1:0"):
             with pytest.raises(StartupError, match=f"cannot listen on {re.escape(listen)}"):
@@ -94,7 +94,7 @@ async def test_the_error_names_an_address_that_cannot_be_bound() -> None:
                     pass
 
 
-async def test_a_stopped_server_frees_its_port_and_passes_on_an_error_of_the_block() -> None:
+async def test_a_stopped_admin_server_frees_its_port_and_raises_the_error_that_stopped_it() -> None:
     address = ""
     with pytest.raises(KeyError, match="mine"):
         async with serving(api(), "127.0.0.1:0") as address:
@@ -167,7 +167,7 @@ async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -
         assert asked.headers["content-type"].startswith("text/csv")
         header, row, _ = asked.text.splitlines()
         named = dict(zip(header.split(","), next(csv.reader([row])), strict=True))
-        names = {"tenant": "'=acme/a,b", "model": "''llama"}  # no formula, and no two names become one
+        names = {"tenant": "'=acme/a,b", "model": "''llama"}  # escaped so that no cell is a formula
         assert named == {name: str(value) for name, value in first.items()} | names
         for time in ("to=0001-01-01T00:00:00Z", "from=0001-01-01T00:00:00%2B14:00"):
             assert note["note"] in (await client.get(f"/api/v1/usage?{time}")).text

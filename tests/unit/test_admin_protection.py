@@ -208,7 +208,7 @@ async def passes(rate_limit: RateLimit, host: str = "10.0.0.1", method: str = "G
     return True
 
 
-async def test_after_a_burst_calls_pass_at_the_configured_rate() -> None:
+async def test_after_a_burst_admin_calls_pass_at_the_configured_rate() -> None:
     clock = Clock()
     rate_limit = limit(10, clock)
     assert [await passes(rate_limit) for _ in range(25)] == [True] * int(10 * BURST_S) + [False] * 5
@@ -217,7 +217,7 @@ async def test_after_a_burst_calls_pass_at_the_configured_rate() -> None:
     assert await passes(rate_limit, "10.0.0.2")  # each client address has a rate limit of its own
 
 
-async def test_a_change_counts_as_ten_calls_and_one_change_passes_at_any_rate() -> None:
+async def test_a_change_counts_as_ten_calls_and_a_first_change_passes_at_any_rate() -> None:
     rate_limit = limit(10)
     passed = [await passes(rate_limit, method=method) for method in ("POST", "PATCH", "GET")]
     assert (passed, CHANGE_COST) == ([True, True, False], 10)

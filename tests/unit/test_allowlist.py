@@ -22,7 +22,7 @@ from picker_fleet.ingress.context import AllowedPaths
 
 PATHS, PASSING = AllowedPaths(), AllowedPaths(passes=True)
 
-# Method and path of a request, how the path is served, and the model that the path names.
+# Each case has method and path of a request, how the path is served, and the model that the path names.
 SERVED = [
     *(
         ("POST", path, "inference", "")
@@ -94,7 +94,7 @@ REFUSED = [(method, path) for table in (ELSEWHERE, SPELLINGS) for method in tabl
 
 
 @pytest.mark.parametrize(("method", "path"), REFUSED)
-def test_no_other_path_reaches_a_model_server_in_any_spelling(method: bytes, path: bytes) -> None:
+def test_a_path_of_no_engines_api_reaches_no_model_server_in_any_spelling(method: bytes, path: bytes) -> None:
     assert PATHS.way(method, path) is None
 
 
@@ -149,7 +149,7 @@ def test_a_model_name_cannot_lead_out_of_the_path_of_models(name: str) -> None:
         assert not re.search(rb"[;\\#\x00]", bare)
 
 
-# A configured path, a request, how the request is served, and the model that its path names.
+# Each case has a configured path, a request, how this is served, and the model that its path names.
 CONFIGURED = [
     ("POST /v1/custom", "POST", "/v1/custom", "inference", ""),
     ("GET /v1/adaptations/{id}", "GET", "/v1/adaptations/a", "read", ""),
@@ -174,7 +174,7 @@ def test_the_configuration_adds_allowed_paths(
     assert AllowedPaths(extra).way(method.encode(), f"/x{path}".encode()) is None
 
 
-def test_a_model_that_two_readers_could_read_differently_is_refused() -> None:
+def test_a_query_or_configured_path_that_names_the_model_twice_is_refused() -> None:
     for query in (b"model=a&model=b", b"model=&model=b", b"mod%65l=a&model=a"):
         with pytest.raises(BadRequest, match="model twice"):
             PATHS.way(b"GET", b"/v1/realtime?" + query)
@@ -182,7 +182,7 @@ def test_a_model_that_two_readers_could_read_differently_is_refused() -> None:
         parse({"extproc": {"paths": ["POST /x/{model}/{model}"]}})
 
 
-def test_an_unknown_path_passes_if_the_configuration_says_so() -> None:
+def test_an_unknown_path_passes_if_the_configuration_allows_unknown_paths() -> None:
     way = PASSING.way(b"PATCH", b"/no/such/path")
     assert way is not None
     assert (way.kind, way.is_known) == ("inference", False)
@@ -239,7 +239,7 @@ def test_paths_of_the_responses_api_name_stored_state_by_its_id(method: str, pat
     way = PATHS.way(method.encode(), path.encode())
     assert way is not None
     assert (way.has_state, way.ref) == (True, ref)
-    # A configured path with such an ending belongs to the Responses API, too.
+    # A configured path that ends like a path of the Responses API belongs to this API, too.
     configured = AllowedPaths(
         [api_of("GET /t/{ref}/responses/{ref}"), api_of("DELETE /c/conversations/{x}/items/{id}")]
     )

@@ -1,4 +1,4 @@
-"""Odd answers of an endpoint are found by comparison with the other endpoints, and good ones are never."""
+"""An endpoint's wrong answers are found by comparison with other endpoints; good answers are never odd."""
 
 import random
 from collections import Counter
@@ -92,7 +92,7 @@ BAD: dict[str, Seen] = {
 
 @pytest.mark.parametrize("servers", [2, 4, 8])
 @cases("bad", {name: (seen,) for name, seen in BAD.items()})
-def test_a_server_that_reports_success_without_an_answer_is_found(bad: Seen, servers: int) -> None:
+def test_a_server_that_reports_success_without_an_answer_counts_as_failing(bad: Seen, servers: int) -> None:
     turned = [False]
 
     def fails(dice: random.Random) -> Seen:
@@ -111,7 +111,7 @@ def test_a_server_that_reports_success_without_an_answer_is_found(bad: Seen, ser
     assert pool.answer(100 * servers).total() == 0
 
 
-def test_a_server_that_fails_every_second_request_is_found() -> None:
+def test_a_server_that_fails_every_second_request_counts_as_failing() -> None:
     def half(dice: random.Random) -> Seen:
         return BAD["an error as text"] if turned[0] and dice.random() < 0.5 else chat(dice)
 

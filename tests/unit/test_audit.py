@@ -163,7 +163,7 @@ def test_dispatch_order_is_checked_once_requests_from_before_the_log_have_left()
     assert report.of("G2").checked > 15
 
 
-def test_all_new_flows_of_a_collected_band_are_charged_even_if_the_log_begins_late() -> None:
+def test_after_a_band_was_collected_all_its_flows_are_charged_even_if_the_log_begins_late() -> None:
     queue = QueueSimulator(total_capacity=200)
     queue.admit("first")
     queue.run_dry()

@@ -16,7 +16,7 @@ LOWEST = len(NAMED) - 1
 
 
 class Log:
-    """A decision log of tenants. Entries of one time belong to one decision."""
+    """A decision log of tenants. Entries with equal times belong to one decision."""
 
     def __init__(self, nodes: Mapping[str, Mapping[str, Any]], **settings: Any) -> None:
         self.entries: list[dict[str, str]] = []

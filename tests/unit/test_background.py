@@ -32,7 +32,7 @@ def failing(*faults: Exception) -> background.Work:
     return work
 
 
-async def test_a_task_runs_again_after_each_failure(
+async def test_a_background_task_runs_again_after_each_failure(
     failed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = [ValueError("one"), ValueError("two"), ExceptionGroup("parts", [OverflowError("three")])]
@@ -45,19 +45,19 @@ async def test_a_task_runs_again_after_each_failure(
     assert "sweep" in logged[0].getMessage()
 
 
-async def test_a_task_that_cannot_begin_ends_the_replica(failed: list[str]) -> None:
+async def test_a_background_task_that_fails_at_its_first_start_ends_the_replica(failed: list[str]) -> None:
     with pytest.raises(StartupError, match="no such file"):
         await background.keep("discovery", failing(StartupError("no such file")))
     assert failed == []
 
 
-async def test_a_task_that_has_run_once_survives_a_startup_error(failed: list[str]) -> None:
+async def test_a_background_task_that_has_run_once_survives_a_startup_error(failed: list[str]) -> None:
     faults = ValueError("a bug"), StartupError("the file is gone for a moment")
     async with running(background.keep("discovery", failing(*faults))):
         await until(lambda: len(failed) == 2)
 
 
-async def test_a_failure_that_nothing_awaits_is_counted(failed: list[str]) -> None:
+async def test_the_failure_of_a_task_that_nothing_awaits_is_counted(failed: list[str]) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(background.report_unhandled)
     loop.call_soon(lambda: 1 / 0)

@@ -66,7 +66,7 @@ async def test_two_encodings_are_decoded_in_turn_and_three_are_refused() -> None
         await decoded(text, "gzip, br, zstd")
 
 
-async def test_concatenated_gzip_members_are_one_body() -> None:
+async def test_concatenated_gzip_members_are_decoded_as_one_body() -> None:
     parts = [b"a" * 70_000, b"", b"b"]
     for name in ("gzip", "zstd"):
         assert await decoded(b"".join(map(PACK[name], parts)), name) == b"".join(parts)
@@ -118,13 +118,13 @@ async def test_a_decompression_bomb_is_refused_early_and_does_not_block_the_loop
     assert time.thread_time() - began_s < 0.5
 
 
-async def test_the_decoded_bytes_count_in_the_budget() -> None:
+async def test_the_decoded_bytes_of_a_body_count_in_the_byte_budget() -> None:
     budget = BodyBudget(1_000_000)
     with pytest.raises(BufferFull):
         await decoded(gzip.compress(b"x" * 2_000_000), "gzip", budget)
 
 
-async def test_a_body_whose_client_leaves_is_decoded_no_further() -> None:
+async def test_decoding_of_a_body_stops_when_its_client_leaves() -> None:
     budget = BodyBudget(2 * LIMIT_BYTES)
     work = asyncio.create_task(decoded(gzip.compress(b"x" * LIMIT_BYTES), "gzip", budget))
     await until(lambda: budget.held_bytes)

@@ -22,7 +22,7 @@ PICKERS = (("127.0.0.1", 9002), ("127.0.0.1", 9003))
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    """The Envoy bootstrap of these arguments. Tests share the result, so no test may change it."""
+    """The Envoy bootstrap made with these arguments. Tests share the result, so no test may change it."""
     return _built(mode, json.dumps(settings or {}), **{"pickers": PICKERS, **others})
 
 
@@ -119,7 +119,7 @@ RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
 
 
 def seen(request_body: str | None, response_headers: str, response_body: str | None) -> dict[str, Any]:
-    """The filter's settings that send the picker the request's headers and these parts; None: not sent."""
+    """The ext_proc filter's modes that send the picker the request's headers and the parts not None."""
     modes = {"requestHeader": "SEND", "requestBody": request_body}
     modes |= {"responseHeader": response_headers, "responseBody": response_body}
     facts = {f"asking.processingMode.{part}Mode": mode for part, mode in modes.items()}
@@ -201,7 +201,7 @@ def facts_of(bootstrap: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_bootstrap_of_each_mode_has_the_parts_of_that_mode(mode: Mode) -> None:
+def test_envoys_bootstrap_for_each_mode_has_the_settings_of_this_mode(mode: Mode) -> None:
     facts = IN_EVERY_MODE | IN_ONE_MODE[mode]
     assert facts_of(built(mode), facts) == facts
 
@@ -344,7 +344,7 @@ def test_with_tenants_envoy_removes_untrusted_headers_and_sends_limits(mode: Mod
     assert "x-tenant" not in removed(built(mode, TENANTS, trusted=("x-tenant",)))
     limits = {"x-ratelimit-remaining-tokens", "anthropic-ratelimit-tokens-reset", "x-picker-demoted"}
     assert not limits & {*plain["routes"].get("responseHeadersToRemove", ())}
-    if mode != "standard":  # the picker sets and removes these headers
+    if mode != "standard":  # in `standard` the picker removes these headers
         assert limits <= {*found["routes"]["responseHeadersToRemove"]}
     if mode == "lean":
         assert limits <= {*at(found, TO_CLIENT)}
@@ -395,7 +395,7 @@ def test_incomplete_or_unused_tls_files_are_refused(command: Command) -> None:
     assert "do not speak TLS" in command("--picker-ca", "/ca", status=2)[1]
 
 
-def test_operators_get_a_listener_of_their_own_only_by_an_option(command: Command, tmp_path: Path) -> None:
+def test_the_bootstrap_has_a_listener_for_operators_only_by_option(command: Command, tmp_path: Path) -> None:
     config = "admin: {listen: '0.0.0.0:8083'}"
     assert len(at(yaml.safe_load(command(config=config)[0]), "staticResources.listeners")) == 1
     text, _ = command("--admin-listen", "127.0.0.1:8081", config=config)

@@ -114,7 +114,7 @@ async def test_an_impossible_amount_of_budget_is_ignored(said: float) -> None:
         assert not await them.ask(address, 1.0, 5.0)
 
 
-async def test_only_the_fleet_can_read_the_outage_count_and_the_ends_of_a_replica() -> None:
+async def test_only_the_fleet_can_read_a_replicas_outage_count_and_ended_requests() -> None:
     own = OutageCount(3, 8.8, 1.0, {"r": 1.0, "s": 2.5})
 
     def ended_before(ids: Collection[str]) -> list[str]:

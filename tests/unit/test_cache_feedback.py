@@ -1,4 +1,4 @@
-"""What answers and metrics pages teach the prefix index, without Redis: the records are applied at once."""
+"""Answers and metrics pages correct the prefix index. Without Redis a replica applies its records at once."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, Rou
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 BLOCKS = 40
 PROMPT = block_hashes("llama", b"x" * (256 * BLOCKS))
-TOKENS = 64 * BLOCKS + 32  # four bytes a token
+TOKENS = 64 * BLOCKS + 32  # at four bytes a token
 
 
 class Replica:
-    """A replica with a chooser and a watch; the test supplies answers and pages."""
+    """A replica with a chooser and a watch of engines' caches; the test makes answers and metrics pages."""
 
     def __init__(self) -> None:
         self.now_s, cell = 100.0, SnapshotCell()
@@ -60,7 +60,7 @@ class Replica:
         return found
 
 
-def test_only_an_answer_that_contradicts_the_index_corrects_the_index() -> None:
+def test_only_an_answer_that_contradicts_the_prefix_index_corrects_it() -> None:
     replica = Replica()
 
     replica.answer(TOKENS - 1)
@@ -78,7 +78,7 @@ def test_only_an_answer_that_contradicts_the_index_corrects_the_index() -> None:
     assert missed.evicted == 3, "up to 2 blocks may be in the cache"
 
 
-def test_a_missing_number_counts_as_0_once_the_engine_has_reported_one() -> None:
+def test_a_missing_number_of_cached_tokens_counts_as_0_once_the_engine_has_reported_one() -> None:
     replica = Replica()
     replica.answer(None)
     assert replica.shared() == [], "vLLM without --enable-prompt-tokens-details tells nothing"
@@ -97,7 +97,7 @@ def test_a_missing_number_counts_as_0_once_the_engine_has_reported_one() -> None
     "with images, whose bytes are few tokens": ({"prompt_tokens": 256 * BLOCKS // 20},),
     "without usage": ({"prompt_tokens": 0},),
 })  # fmt: skip
-def test_answers_without_evidence_do_not_change_the_index(answer: dict[str, Any]) -> None:
+def test_answers_without_evidence_of_cached_blocks_do_not_change_the_index(answer: dict[str, Any]) -> None:
     replica = Replica()
     replica.answer(0, **answer)
     assert replica.shared() == []
@@ -122,7 +122,7 @@ def page(at_s: float, **more: Any) -> EndpointMetrics:
         (False, {"preemptions": 3.0}, {"preemptions": 3.0}, True),
     "a page without the counters": (False, {"prefix_queries": 50.0}, {}, False),
 })  # fmt: skip
-def test_the_index_forgets_a_cache_exactly_if_pages_show_that_the_engine_lost_the_cache(
+def test_the_prefix_index_forgets_a_cache_exactly_if_metrics_pages_show_that_it_was_lost(
     is_lost: bool, before: dict[str, Any], after: dict[str, Any], refused: bool
 ) -> None:
     replica = Replica()
@@ -137,7 +137,7 @@ def test_the_index_forgets_a_cache_exactly_if_pages_show_that_the_engine_lost_th
         assert replica.routes.index.match(PROMPT) == {}
 
 
-def test_a_replica_that_takes_over_compares_with_the_page_that_the_former_replica_read() -> None:
+def test_a_replica_that_takes_over_an_endpoint_compares_with_its_predecessors_last_page() -> None:
     replica = Replica()
     replica.watch.read(A, page(1, started_s=1e9))
     replica.readings.update({A: page(2, started_s=2e9)})  # another replica has noticed this restart
@@ -151,14 +151,14 @@ def test_a_replica_that_takes_over_compares_with_the_page_that_the_former_replic
     "half of the predicted hits": (0.5, (0, 0.6)),
     "as many hits as predicted": (1.0, None),
 })  # fmt: skip
-def test_if_answers_report_no_cached_tokens_the_counters_on_the_page_correct_the_index(
+def test_if_answers_report_no_cached_tokens_the_metrics_pages_counters_correct_the_index(
     hits: float, expected: tuple[float, float] | None
 ) -> None:
     replica = Replica()
     index, watch = replica.routes.index, replica.watch
     watch.read(A, page(1, prefix_queries=0.0, prefix_hits=0.0))
     for _ in range(30):
-        index.add(A, PROMPT)  # predicted to be cached as a whole
+        index.add(A, PROMPT)  # the index predicts that the whole prompt is cached
     watch.read(A, page(2, prefix_queries=9_000.0, prefix_hits=9_000.0 * hits))
     assert replica.shared() == [], "too few tokens"
 

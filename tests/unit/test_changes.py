@@ -124,7 +124,7 @@ BAD_BODIES = {
 }
 
 
-async def test_a_bad_body_is_answered_by_a_problem_document(store: ScriptedStore) -> None:
+async def test_a_change_with_a_bad_body_is_answered_by_a_problem_document(store: ScriptedStore) -> None:
     async with asking(api(store=store, settings=FREE)) as http:
         for name, (body, status, detail) in BAD_BODIES.items():
             document = problem(await http.patch("/api/v1/config", content=body), status)
@@ -231,7 +231,7 @@ ROLES = {
 
 
 @cases("token, read, changed", ROLES)
-async def test_reads_need_a_viewers_token_and_changes_an_operators(
+async def test_reads_need_a_viewers_token_and_changes_an_operators_token(
     store: ScriptedStore, with_roles: Settings, token: str, read: int, changed: int
 ) -> None:
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -248,7 +248,7 @@ async def test_reads_need_a_viewers_token_and_changes_an_operators(
     assert store.overrides == ({"paused": 1} if changed == 200 else {})
 
 
-async def test_refused_calls_are_logged(
+async def test_refused_calls_of_the_admin_api_are_logged(
     store: ScriptedStore, with_roles: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client_at(api(store=store, settings=with_roles), "203.0.113.9") as http:

@@ -124,7 +124,7 @@ def test_endpoints_of_the_replicas_own_zone_are_preferred_by_half_of_the_weight_
     assert in_zones({"zone": "a"}, {}).choose(ask()).candidates.startswith(f"{A}=0.3333,")
 
 
-def test_a_replica_without_the_label_prefers_no_endpoint_and_says_so(
+def test_a_replica_without_the_preferred_label_prefers_no_endpoint_and_logs_this(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chooser = in_zones({"zone": "same"}, {"zone": ""})
@@ -252,7 +252,7 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
 
     assert list(known.choose(latency=objective, body_bytes=40_000)) == [A, B]
     place(prompt, A)
-    place(prompt, A)  # A now computes two prompts before the next one
+    place(prompt, A)  # endpoint A now computes two prompts before the next prompt
     assert list(known.choose(latency=objective, body_bytes=40_000)) == [B, A]
     assert known.chooser.shortfall_s(prompt) is None
     late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
@@ -437,7 +437,7 @@ def test_a_session_key_selects_one_endpoint_until_that_endpoint_leaves() -> None
 
 
 @pytest.mark.parametrize("scorers", [{}, {"queue_depth": 3.0}])
-def test_a_request_goes_to_the_endpoint_with_its_stored_state_while_that_takes_requests(
+def test_a_request_goes_to_the_endpoint_with_its_stored_state_if_that_takes_requests(
     scorers: dict[str, float],
 ) -> None:
     known = Knowledge(Endpoint(A), Endpoint(B, labels={"gpu": "l4"}), Endpoint(C, down=True), **scorers)

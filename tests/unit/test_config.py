@@ -121,7 +121,7 @@ BAD_BANDS: list[tuple[list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("bands", "says"), BAD_BANDS)
-def test_a_fault_in_the_bands_is_named(bands: list[dict[str, Any]], says: str) -> None:
+def test_the_error_for_invalid_bands_names_the_fault(bands: list[dict[str, Any]], says: str) -> None:
     assert says in fault({"fair_request_queue": {"priority_bands": bands}})
 
 
@@ -358,7 +358,7 @@ def test_a_faults_message_repeats_no_secret(tmp_path: Path, text: str, variables
     assert re.search("redis|admin|tracing|PICKER|line 1", str(caught.value))
 
 
-def test_the_files_of_tokens_are_found_beside_the_configuration(tmp_path: Path) -> None:
+def test_relative_files_of_tokens_and_certificates_are_relative_to_the_configuration(tmp_path: Path) -> None:
     tree = "admin: {tokens: [{file: alice, role: viewer}], tls: {cert: a.crt, key: a.key}}"
     admin = load(written(tmp_path, tree), {}).admin
     assert admin.tokens[0].file == tmp_path / "alice"
@@ -370,7 +370,7 @@ def test_environment_variables_override_the_configuration_file(tmp_path: Path) -
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {
         "PICKER_REDIS__URL": "redis://b:2",
-        "PICKER_ADMIN__TOKEN": "123456\n",  # stays a text, although YAML would read a number
+        "PICKER_ADMIN__TOKEN": "123456\n",  # stays a string, although YAML would read a number
         "PICKER_FAIR_REQUEST_QUEUE__QUEUE_TTL": "5s",
         "PICKER_MODELS": "[{name: llama}]",
         "PATH": "/bin",
@@ -393,7 +393,7 @@ def test_the_admin_token_is_read_from_a_file_such_as_a_mounted_secret(tmp_path: 
 
 
 @pytest.mark.parametrize(("text", "fault"), [(None, "cannot be read"), ("two words", "visible ASCII")])
-def test_a_token_file_without_a_token_is_named(tmp_path: Path, text: str | None, fault: str) -> None:
+def test_the_error_names_a_token_file_without_a_token(tmp_path: Path, text: str | None, fault: str) -> None:
     if text is not None:
         (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match=rf"^admin\.token.*{fault}"):

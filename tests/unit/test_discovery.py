@@ -140,7 +140,7 @@ def test_roles_assign_stages_and_endpoints_without_a_stage_or_a_label_get_no_req
     assert found == {role: stages for role, stages in ROLES.items() if stages}
 
 
-def test_endpoints_of_both_roles_prefill_for_others_only_beside_one_that_only_prefills() -> None:
+def test_endpoints_of_both_roles_prefill_for_others_only_beside_a_pure_prefill_endpoint() -> None:
     both = (with_role("both"), with_role("prefill-decode"), with_role(""))
     assert set(reported_by(both).values()) == {"decode"}
     assert reported_by((*both, with_role("prefill")))["both"] == "decode prefill"
@@ -227,7 +227,7 @@ async def test_parsing_a_file_may_take_longer_than_reading_it(
         assert await reports.next() == ["10.0.0.1:8000"]
 
 
-def test_a_file_whose_read_hangs_is_named_and_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+def test_the_error_names_a_file_whose_read_hangs_and_the_process_can_still_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endpoints.yaml")  # opening a FIFO hangs, as on a hung network file system
     code = (
         "import asyncio, pathlib, sys; from picker_fleet.endpoints import discovery as it; it._READ_S = 0.1\n"
@@ -248,7 +248,7 @@ WRONG_LISTS = [
 
 
 @pytest.mark.parametrize(("text", "needle"), WRONG_LISTS)
-def test_an_invalid_endpoint_list_is_refused_and_the_place_of_the_fault_named(text: str, needle: str) -> None:
+def test_the_refusal_of_an_invalid_endpoint_list_names_the_place_of_the_fault(text: str, needle: str) -> None:
     with pytest.raises(FileFault) as caught:
         listed(text)
     assert needle in str(caught.value)
@@ -339,7 +339,7 @@ STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
 
 
 @cases("steps", STEPS)
-async def test_the_endpoints_that_discovery_reports_while_a_name_server_fails(
+async def test_discovery_keeps_or_updates_its_endpoints_while_a_name_server_fails(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]

@@ -88,7 +88,7 @@ async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
     assert read(response) == {"pool": {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}}
 
 
-async def test_nothing_is_sent_before_the_first_snapshot() -> None:
+async def test_envoy_receives_nothing_before_the_first_snapshot_of_the_endpoints() -> None:
     cell = SnapshotCell()
     async with subscribed(cell, "pool") as call:
         await call.write(asking("pool", "other"))
@@ -109,7 +109,7 @@ async def test_a_version_of_the_endpoints_that_envoy_rejected_is_not_sent_again(
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # the response shows that both were read
+        await call.write(asking("pool", "more", after=first))  # its answer: both rejections were read
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()
@@ -226,7 +226,7 @@ def test_a_replica_without_a_snapshot_of_the_endpoints_lists_no_endpoint() -> No
     assert cell.listed() == Snapshot("", ())
 
 
-async def test_a_request_for_another_resource_type_is_refused_and_the_type_named() -> None:
+async def test_the_refusal_of_a_request_for_another_resource_type_names_the_type() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()
         await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))

@@ -189,7 +189,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
     index = PrefixIndex()
     shared = chain("chat", 12)
     index.add("short", shared[:3])
-    index.name_holders()  # this includes blocks that were added before
+    index.name_holders()  # blocks that were added before count, too
     index.add("long", shared)
     index.add("middle", shared[:9])
     index.add("other", chain("other", 5))
@@ -204,7 +204,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
 
 @pytest.mark.parametrize("names_holders", [False, True])
 def test_memory_of_the_prefix_index_stays_within_the_stated_bound(names_holders: bool) -> None:
-    numbers, blocks = count(), 22_000  # just above a power of two: most memory per block
+    numbers, blocks = count(), 22_000  # a number at which a block takes most memory
     gc.collect()
     tracemalloc.start()
     try:

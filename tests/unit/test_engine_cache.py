@@ -24,7 +24,7 @@ prompts = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), max_size=40)
 
 
 @given(prompts, st.integers(9, 30))
-def test_with_the_right_capacity_the_index_predicts_exactly_what_an_lru_cache_has(
+def test_with_the_right_capacity_the_prefix_index_predicts_exactly_what_an_lru_cache_has(
     served: list[tuple[int, int]], capacity: int
 ) -> None:
     cache, index = PrefixCache(capacity), PrefixIndex(per_endpoint=capacity)
@@ -44,7 +44,7 @@ def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
         for link in reversed(prompt):
             order[link] = None
             order.move_to_end(link)
-    newest_first = list(reversed(order))[:31]  # evicted blocks are kept, too: half as many as cached ones
+    newest_first = list(reversed(order))[:31]  # the index keeps evicted blocks, too: half as many as cached
     prompt = links(*asked)
     known = sum(1 for _ in itertools.takewhile(newest_first.__contains__, prompt))
 
@@ -59,7 +59,7 @@ def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
         assert newest_first.index(prompt[step.blocks - 1]) < step.rank
 
 
-def test_evidence_names_the_ranks_between_which_the_cache_ends() -> None:
+def test_the_evidence_of_an_answer_names_the_block_ranks_between_which_the_cache_ends() -> None:
     settled = Expectation(1, (Step(20, 100, 60.0), Step(50, 900, 60.0), Step(90, 3000, 60.0)))
 
     assert evidence_of(settled, 90) == Evidence(2989, 0), "blocks and tokens are not the same size"
@@ -105,7 +105,7 @@ def test_answers_correct_an_estimated_capacity_that_is_far_too_high_or_far_too_l
     assert 0.8 * capacity < index.capacity(A) < 1.25 * capacity
 
 
-def test_the_page_gives_the_first_estimate_and_answers_correct_it() -> None:
+def test_the_metrics_page_gives_the_first_estimate_of_a_capacity_and_answers_correct_it() -> None:
     index = PrefixIndex()
     assert index.capacity(A) == 31_250
     index.report_size(A, 64_000.0)
@@ -119,7 +119,7 @@ def test_the_page_gives_the_first_estimate_and_answers_correct_it() -> None:
     assert 690 <= index.capacity(A) <= 710
 
 
-def test_a_cleared_cache_shows_in_three_answers_in_a_row_and_is_forgotten() -> None:
+def test_a_cleared_cache_is_forgotten_after_three_contradicting_answers_in_a_row() -> None:
     index = PrefixIndex()
     index.name_holders()
     prompt = links(1, 40)

@@ -509,7 +509,7 @@ SAID = {
 
 
 @cases("status, answer, served, fault", SAID)
-async def test_standard_mode_reads_whether_the_endpoint_has_failed(
+async def test_standard_mode_reads_from_an_answer_whether_the_endpoint_has_failed(
     status: int, answer: bytes, served: str, fault: str
 ) -> None:
     talk = Talk()
@@ -618,7 +618,7 @@ async def test_the_attribute_request_id_says_in_standard_mode_that_envoy_sets_th
 
 
 @every_mode
-async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
+async def test_a_body_with_a_rewritten_model_is_sent_with_its_new_length(mode: str) -> None:
     talk = Talk(settings=SPLIT)
     answers = await talk.say(*asks(mode))
     sent = envoy.whole(answers)

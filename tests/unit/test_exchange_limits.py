@@ -116,7 +116,7 @@ async def test_a_body_beyond_the_byte_budget_is_refused_until_other_bodies_are_r
     assert talk.here.bodies.held_bytes == 0
 
 
-def test_a_body_that_finds_no_room_takes_that_of_the_slowest_unfinished_body() -> None:
+def test_a_body_that_finds_no_room_displaces_the_slowest_unfinished_body() -> None:
     clock, mib = Clock(), 1024 * 1024
     budget = BodyBudget(32 * mib, clock)
     silent, slower, slow, fast, whole = (BodyBuffer(budget, 16 * mib) for _ in range(5))
@@ -126,7 +126,7 @@ def test_a_body_that_finds_no_room_takes_that_of_the_slowest_unfinished_body() -
     late = BodyBuffer(budget, 16 * mib)
     for _ in range(50):  # 5 s
         clock.now_s += 0.1
-        fast.add(b"x" * (mib // 20))  # twice the floor rate: to 6.5 MiB
+        fast.add(b"x" * (mib // 20))  # twice the least allowed rate, up to 6.5 MiB
         slow.add(b"x" * (mib // 50))
         slower.add(b"x" * 1000)
     late.add(b"x" * 8 * mib)
@@ -152,7 +152,7 @@ def passes(limit: NewFlowLimit, flow: str, source: bytes = HERE) -> bool:
     return True
 
 
-def test_a_source_may_begin_flows_up_to_its_limit_and_continue_begun_flows() -> None:
+def test_a_client_source_may_begin_flows_up_to_its_limit_and_continue_begun_flows() -> None:
     clock = Clock()
     limit = NewFlowLimit(3, ["known"], 0, clock)
     assert [passes(limit, f"f{n}") for n in range(5)] == [True] * 3 + [False] * 2
@@ -160,7 +160,7 @@ def test_a_source_may_begin_flows_up_to_its_limit_and_continue_begun_flows() -> 
     assert passes(limit, "f1")
     assert passes(limit, "known")
     assert passes(limit, "f3", b"10.0.0.2")
-    assert passes(limit, "f3")  # the other source has begun this flow
+    assert passes(limit, "f3")  # another source has begun flow f3 before
     # After reaching the limit, a source may begin another flow every 20 s.
     clock.now_s += 20.0
     assert [passes(limit, f"later{n}") for n in range(2)] == [True, False]
@@ -193,7 +193,7 @@ def test_the_source_of_a_request_is_the_last_address_that_a_trusted_proxy_report
     assert passes(limit, "b", other) is not same
 
 
-def test_above_the_limits_the_oldest_flows_and_sources_are_forgotten() -> None:
+def test_above_the_limits_the_oldest_flows_and_client_sources_are_forgotten() -> None:
     limit = NewFlowLimit(1000, ["known"], 0, Clock(), max_flows=100, max_sources=100)
     for n in range(1000):
         assert passes(limit, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))

@@ -25,7 +25,7 @@ from picker_fleet.scheduling.extension_calls import Calls, Extensions
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
-# Two scorers: one prefers all endpoints but the first.
+# Sources of two scorers: `second` prefers all endpoints except the first, `raises` fails.
 SCORERS = scorers({
     "second": "return [0.0, *[1.0] * (len(candidates) - 1)]",
     "raises": "raise RuntimeError('no such rack')",
@@ -70,7 +70,7 @@ def settings_with(tree: dict[str, Any]) -> Any:
 
 
 def chooser_with(tree: dict[str, Any]) -> EndpointChooser:
-    """A chooser by the settings `tree` over A in rack 1, B and C in rack 2; its extensions have much time."""
+    """A chooser by the settings `tree` over A in rack 1, B and C in rack 2; extensions do not time out."""
     cell = SnapshotCell()
     racks = {A: "1", B: "2", C: "2"}
     cell.publish(
@@ -90,13 +90,13 @@ def candidates(chooser: EndpointChooser, **fields: object) -> list[str]:
     return [each.partition("=")[0] for each in chooser.choose(ask(**fields)).candidates.split(",") if each]
 
 
-def test_a_scorer_from_outside_ranks_with_its_own_parameters(installed: Callable[..., None]) -> None:
+def test_an_installed_scorer_ranks_endpoints_with_its_own_parameters(installed: Callable[..., None]) -> None:
     installed(PARAMETERS, {"racks": "EXTENSION"})
     assert candidates(chooser_with(scheduling("racks", rack="1")))[0] == A
     assert set(candidates(chooser_with(scheduling("racks", rack="2")))[:2]) == {B, C}
 
 
-def test_a_stage_may_have_a_scorer_from_outside_of_its_own(installed: Callable[..., None]) -> None:
+def test_a_stage_may_have_an_installed_scorer_of_its_own(installed: Callable[..., None]) -> None:
     installed(PARAMETERS, {"racks": "EXTENSION"})
     own = {"scorer_parameters": {"racks": {"rack": "2"}}, "extension_budget": "100ms"}
     settings = settings_with(
@@ -149,7 +149,7 @@ def test_an_extension_that_cannot_be_used_is_refused_with_its_reason(
         settings_with(tree)
 
 
-def test_two_distributions_with_one_name_are_both_named(installed: Callable[..., None]) -> None:
+def test_the_error_names_two_distributions_with_one_extension_name(installed: Callable[..., None]) -> None:
     installed(SCORERS, GOOD)
     installed(SCORERS, GOOD, name="shelves")
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_the_command_check_refuses_an_unusable_extension(
     assert cli.main(["check", str(file)]) == 0
 
 
-def test_an_extension_that_cannot_be_made_keeps_the_replica_from_starting(
+def test_an_extension_whose_construction_fails_keeps_the_replica_from_starting(
     installed: Callable[..., None],
 ) -> None:
     installed(PARAMETERS, {"racks": "FAILS"})
@@ -197,7 +197,7 @@ def test_settings_of_extensions_survive_pool_sections_and_live_changes(
         live_config.applied(settings_with({}), changes)
 
 
-def test_a_scorer_that_raises_is_left_out_and_others_decide(
+def test_a_scorer_that_raises_is_left_out_and_the_other_scorers_decide(
     installed: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(SCORERS, GOOD)
@@ -208,7 +208,7 @@ def test_a_scorer_that_raises_is_left_out_and_others_decide(
 
 
 @pytest.mark.parametrize("scorer", [{}, {"scorers": {"in-flight": 1}}])
-def test_a_filter_from_outside_excludes_endpoints_with_its_reason(
+def test_an_installed_filter_excludes_endpoints_and_gives_its_reason(
     installed: Callable[..., None], scorer: dict[str, Any]
 ) -> None:
     installed(FILTER, {"by-model": "EXTENSION"}, "filters")
@@ -230,7 +230,7 @@ def test_requests_share_no_ranking_while_a_scorer_may_read_the_request(
     body = "return [float(pick.request.model in each.address) for each in candidates]"
     installed(scorers({"own": body}), {"own": "EXTENSION_own"})
     chooser = chooser_with(scheduling("own"))
-    for address in (A, B, C) * 12:  # more than the choices that are kept for similar requests
+    for address in (A, B, C) * 12:  # more requests than cached choices
         assert candidates(chooser, model=address)[0] == address
 
 
@@ -268,7 +268,7 @@ PROMPT = b'{"model": "llama", "prompt": "tell me more", "n": 3}'
     "in tokens": ("tokens", "return 2.0 * it.body_bytes", 2.0 * len(PROMPT)),
     "no cost: as without": ("requests", "return 0", 3.0),
 })  # fmt: skip
-def test_a_cost_estimator_from_outside_replaces_our_estimate(
+def test_an_installed_cost_estimator_replaces_the_built_in_estimate(
     installed: Callable[..., None], unit: str, body: str, cost: float
 ) -> None:
     installed(ordering(body), {"own": "EXTENSION"}, "cost_estimators")
@@ -338,7 +338,7 @@ def test_a_caller_goes_on_without_an_extension_that_has_not_returned() -> None:
     assert began.acquire(timeout=60), "the one call"
     assert not began.acquire(blocking=False), "a second call"
     released.set()
-    while caller.call() is None:  # its late return suspends it for a second; the clock advances
+    while caller.call() is None:  # a late return suspends the function for another second
         caller.now_s += 0.5
     assert "late" in caller.faults
 

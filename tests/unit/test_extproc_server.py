@@ -206,7 +206,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
         long = ASK.ljust(WHOLE_BYTES + 1)
         call = await fleet.begin(headers("lean", {"content-length": str(len(long))}), body(long, ended=False))
         await until(fleet.gate.asked.is_set)
-        other = await fleet.begin(headers("lean"))  # this other upload times out
+        other = await fleet.begin(headers("lean"))  # the upload of this second request times out
         await until(lambda: fleet.context.open_requests.count == 2)
         clock.now_s = 1.0
         assert envoy.refusal(await rest(other)).status == 408
@@ -279,7 +279,7 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
     assert parts([answer]) == ["request_headers"]
 
 
-async def test_streams_that_never_end_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_health_watches_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MOST_ENDLESS", 2)
     async with replica() as fleet:
         watches = [fleet.watch("") for _ in range(2)]

@@ -704,7 +704,7 @@ async def test_a_stopping_server_lets_open_streams_end_and_refuses_new_streams()
         assert await peer.ended() == frames.NO_ERROR
 
 
-async def test_a_path_set_to_be_refused_gets_no_new_stream_while_open_streams_finish() -> None:
+async def test_a_grpc_path_set_to_be_refused_gets_no_new_stream_while_open_streams_finish() -> None:
     handler = Held()
     async with serving(handler) as server, server.peer() as peer:
         await peer.send(peer.request(1))
@@ -768,7 +768,7 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
-async def test_a_connection_with_few_requests_goes_before_one_with_many(is_trusted: bool) -> None:
+async def test_a_connection_with_few_requests_is_served_before_one_with_many(is_trusted: bool) -> None:
     order: list[int] = []
 
     async def handler(stream: Any) -> bytes | None:
@@ -786,7 +786,7 @@ async def test_a_connection_with_few_requests_goes_before_one_with_many(is_trust
         assert order.index(1001) < 50
 
 
-async def test_a_flood_of_strangers_waits_while_connections_that_were_answered_are_served() -> None:
+async def test_a_flood_on_a_new_connection_waits_while_connections_answered_before_are_served() -> None:
     limits = Limits(strangers_work=1)
     async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as stranger:
         await gateway.send(gateway.request(1))
@@ -798,7 +798,7 @@ async def test_a_flood_of_strangers_waits_while_connections_that_were_answered_a
         assert 0 < server.transport.peers.count < 100
 
 
-async def test_strangers_lose_their_connection_if_too_much_of_their_data_waits_unread() -> None:
+async def test_a_connection_never_answered_is_closed_if_too_much_of_its_data_waits_unread() -> None:
     limits = Limits(strangers_work=1, unread_bytes=64 * 1024)
     async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as first:
         await gateway.send(gateway.request(1))

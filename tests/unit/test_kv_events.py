@@ -98,7 +98,7 @@ def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> No
         {"type": "BlockMoved", "to": "the moon"},
     ],
 )
-def test_blocks_that_token_ids_do_not_identify_are_left_out(event: dict[str, Any]) -> None:
+def test_blocks_that_token_ids_do_not_identify_are_not_indexed(event: dict[str, Any]) -> None:
     blocks = EngineBlocks()
     assert [*blocks.read(batch(event)), *blocks.read(batch(removed(1)))] == [NONE, NONE]
 
@@ -195,7 +195,7 @@ def test_an_engine_may_remove_and_store_the_blocks_of_a_prompt_in_any_order(
         assert cache._since_s.keys() == last_users.keys()
 
 
-def test_the_port_after_the_port_of_kv_events_is_a_port_too() -> None:
+def test_the_port_of_kv_events_must_leave_room_for_the_next_port() -> None:
     assert parse({"scheduling": {"kv_events_port": 65_534}}).scheduling.kv_events_port == 65_534
     with pytest.raises(ConfigError, match=r"kv_events_port: .* less than or equal to 65534"):
         parse({"scheduling": {"kv_events_port": 65_535}})
@@ -212,7 +212,7 @@ class Engine:
     def start(self) -> None:
         self._events, self._asked = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._events.setsockopt(zmq.HEARTBEAT_IVL, 50)
-        first = self.port or 10_000 + os.getpid() % 1000 * 20  # ports that only this process tries
+        first = self.port or 10_000 + os.getpid() % 1000 * 20  # other test processes try other ports
         for port in range(first, first + 20, 2):
             with contextlib.suppress(zmq.ZMQError):
                 self._events.bind(f"tcp://127.0.0.1:{port}")
@@ -235,7 +235,7 @@ class Engine:
         self.sequence += is_kept
 
     def forget(self) -> None:
-        """Lose a batch and all before it: they cannot be sent again."""
+        """Lose a batch and all earlier batches, so that none of them can be sent again."""
         self.sequence += 1
         self._past.clear()
 
@@ -347,7 +347,7 @@ async def test_after_missed_and_malformed_batches_and_after_a_restart_the_reader
 
         losses = listener.losses
         while listener.losses == losses:
-            for engine.sequence in (1, 0):  # it counts anew, but the connection stays
+            for engine.sequence in (1, 0):  # batches are numbered anew on the same connection
                 await engine.publish(block(0), is_kept=False)
             await asyncio.sleep(0.05)
 
@@ -357,7 +357,7 @@ PUBLISHER_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + byte
 
 
 @pytest.mark.parametrize("part_bytes", [0, 100_000])
-async def test_a_message_without_end_ends_the_connection_before_it_fills_the_memory(part_bytes: int) -> None:
+async def test_an_endless_message_ends_the_connection_before_it_fills_the_memory(part_bytes: int) -> None:
     most, taken = 30_000_000, asyncio.Queue[int]()
 
     async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -398,7 +398,7 @@ async def test_a_message_whose_end_does_not_come_ends_the_connection(monkeypatch
             await ended.wait()
 
 
-async def test_a_reader_of_many_engines_logs_which_do_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_of_many_engines_logs_which_give_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     reader = KvEventReader(1, Listener())
     reader.set_targets([Endpoint(f"127.0.{n // 250}.{n % 250 + 1}:8000", {}) for n in range(400)])
     async with running(reader.run()):

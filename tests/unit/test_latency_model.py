@@ -31,7 +31,7 @@ class Engines:
         self.now_s, self.slow, self.speed = 0.0, 1.0, 1.0
         self.model = LatencyModel()
         self._backlogs = PrefillBacklogs()
-        self._prefilled_s = dict.fromkeys((*FAST, SLOW), 0.0)  # end of the last prefill
+        self._prefilled_s = dict.fromkeys((*FAST, SLOW), 0.0)  # time when the endpoint's last prefill ends
         self._ends_s: dict[str, list[float]] = {address: [] for address in (*FAST, SLOW)}
 
     def load(self, address: str, tokens: float) -> Load:
@@ -145,7 +145,7 @@ def test_with_few_requests_in_flight_few_prompts_in_prefill_are_predicted() -> N
 def test_a_prefill_backlog_shrinks_steadily_to_zero() -> None:
     backlogs = PrefillBacklogs()
     backlogs.add(SLOW, 1000, 1.0, 0.0)
-    backlogs.add(SLOW, 500, 1.5, 0.5)  # begins at 1.0, when the first prefill ends
+    backlogs.add(SLOW, 500, 1.5, 0.5)  # begins at 1.0 s, when the first prefill ends
 
     left = [round(backlogs.tokens(SLOW, now_s)) for now_s in (0.5, 1.0, 1.5, 2.0)]
     assert left == [1000, 500, 250, 0]

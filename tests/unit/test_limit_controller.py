@@ -12,7 +12,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 @dataclass
 class Engine:
-    """Runs at most `slots` requests, and as many as fit into `kv_tokens` at `tokens` each; the rest wait."""
+    """An engine that runs up to `slots` requests, if these fit into `kv_tokens` at `tokens` each."""
 
     slots: int
     kv_tokens: float = 1e9
@@ -20,7 +20,7 @@ class Engine:
     preemptions: float = 0.0
     sequences: int = 1  # number of sequences of a request
     has_page: bool = True
-    passed_on: int = 10**9  # most requests that the server passes on to the engine
+    passed_on: int = 10**9  # most requests that the API server passes on
 
     def running(self, in_flight: int) -> int:
         return min(in_flight * self.sequences, self.slots, self.passed_on, int(self.kv_tokens / self.tokens))
@@ -36,7 +36,7 @@ class Engine:
 
 @dataclass
 class Pool:
-    """Engines under a controller, looked at once a second; `demand` requests want to run on each endpoint."""
+    """Engines whose limits a controller sets once a second; each endpoint could get `demand` requests."""
 
     engines: dict[str, Engine]
     demand: int = 1000
@@ -102,7 +102,7 @@ def test_requests_of_several_sequences_fill_the_batch_with_fewer_requests() -> N
     assert all(16 <= limits[A] <= 18 for limits in pool.run(60))
 
 
-def test_only_an_engine_that_can_run_fewer_requests_gets_a_lower_limit_and_within_10_s() -> None:
+def test_only_the_engine_that_can_run_fewer_requests_gets_a_lower_limit_within_10_s() -> None:
     # The prompts of one engine grow, so that its KV cache holds a quarter of the requests.
     long, other = Engine(64, kv_tokens=64 * 120), Engine(16)
     pool = Pool({A: long, B: other})
@@ -119,7 +119,7 @@ def test_only_an_engine_that_can_run_fewer_requests_gets_a_lower_limit_and_withi
 
 
 @pytest.mark.parametrize("has_page", [True, False])
-def test_a_load_below_the_limit_moves_nothing(has_page: bool) -> None:
+def test_a_load_below_the_limit_does_not_change_the_limit(has_page: bool) -> None:
     assert Pool({A: Engine(32, has_page=has_page)}, demand=5).run(60)[-1] == {A: 8}
 
 
@@ -149,7 +149,7 @@ def test_a_refused_request_lowers_the_limit() -> None:
     assert controller.endpoints[A].reason == "engine refused requests at 16 in flight"
 
 
-def test_a_single_page_with_a_queue_moves_nothing() -> None:
+def test_a_single_metrics_page_with_a_queue_does_not_change_the_limit() -> None:
     # New requests wait in the engine until its next step.
     engine = Engine(32)
     pool = Pool({A: engine}, demand=30)
@@ -163,7 +163,7 @@ def test_a_single_page_with_a_queue_moves_nothing() -> None:
     assert pool.controller.limits() == before
 
 
-def test_a_page_from_before_the_last_change_is_ignored() -> None:
+def test_a_metrics_page_from_before_the_last_change_of_the_limit_is_ignored() -> None:
     pool = Pool({A: Engine(32)})
     pool.run(5, age_s=0.9)
     assert pool.run(20, age_s=0.9)[-1][A] == pool.controller.limits()[A] <= 36
@@ -193,7 +193,7 @@ def test_configured_bounds_hold_every_limit() -> None:
     assert pool.run(1)[-1] == {A: 12}
 
 
-def test_without_pages_a_limit_follows_the_throughput() -> None:
+def test_without_metrics_pages_a_limit_follows_the_throughput() -> None:
     pool = Pool({A: Engine(48, has_page=False), B: Engine(48, has_page=False)})
     pool.run(90)
     for limits in pool.run(120):
@@ -204,7 +204,7 @@ def test_without_pages_a_limit_follows_the_throughput() -> None:
     assert all(17 <= limit <= 36 for limit in pool.run(60)[-1].values())
 
 
-def test_requests_that_the_page_does_not_show_raise_a_limit_only_with_the_throughput() -> None:
+def test_requests_missing_on_the_metrics_page_raise_a_limit_only_with_the_throughput() -> None:
     pool = Pool({A: Engine(256, passed_on=20)})
     assert max(limits[A] for limits in pool.run(300)) <= 128
     assert pool.run(120)[-1][A] <= 64

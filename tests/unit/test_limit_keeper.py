@@ -35,12 +35,12 @@ class Leader:
 
     @property
     def limit(self) -> int:
-        """The limit in force, of the stage prefill if the endpoint only prefills."""
+        """The decode endpoint's limit in force, or the prefill limit of an endpoint that only prefills."""
         found = self.store.found.get(A if self.decodes else PREFILL + A)
         return 0 if found is None else found.limit
 
     async def look(self, after_s: float = 1.0, *, leads: bool = True) -> int:
-        """Look `after_s` seconds after the last look. Returns the limit that is then in force."""
+        """Let the leader look at the engine `after_s` later; return the limit that is in force afterwards."""
         self.now_s += after_s
         metrics = EndpointMetrics(0, waiting=self.waiting, running=self.limit)
         self._pages[A] = Reading(metrics, 0.1, known=True)
@@ -81,7 +81,7 @@ async def test_an_endpoint_of_both_stages_has_a_limit_in_each() -> None:
     assert {name: each.limit for name, each in store.found.items()} == {A: 16, PREFILL + A: 6}
 
 
-async def test_a_full_engine_is_stored_even_if_the_limit_cannot_fall() -> None:
+async def test_the_leader_stores_that_an_engine_is_full_even_if_its_limit_cannot_fall() -> None:
     leader = Leader(storing(1))
     leader.waiting = 3
     for _ in range(3):
@@ -118,7 +118,7 @@ async def test_a_leader_continues_from_limits_in_redis(away_s: float, connection
     assert await leader.look(away_s) == 2 * stored
 
 
-async def test_a_leader_goes_on_from_limits_that_another_replica_stored_as_redis_was_rebuilt() -> None:
+async def test_a_leader_goes_on_from_limits_that_another_replica_stored_during_a_rebuild() -> None:
     leader = Leader(storing(8))
     assert await leader.look() == 16
     leader.store.found = storing(
@@ -127,7 +127,7 @@ async def test_a_leader_goes_on_from_limits_that_another_replica_stored_as_redis
     assert await leader.look() == 8
 
 
-async def test_a_replica_that_leads_once_redis_has_lost_the_limits_goes_on_from_those_it_saw() -> None:
+async def test_a_replica_that_leads_after_redis_lost_the_limits_starts_from_the_limits_it_saw() -> None:
     replica = Leader(storing(32))
     await replica.look(leads=False)
     replica.store.found = {}

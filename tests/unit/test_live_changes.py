@@ -328,7 +328,7 @@ def test_any_change_gives_json_overrides_or_a_named_fault(changes: list[tuple[tu
     assert fault(patch)
 
 
-def test_stages_change_live_by_whole_keys_and_come_back() -> None:
+def test_stages_change_live_by_whole_keys_and_the_changes_can_be_reverted() -> None:
     settings = parse({"scheduling": {"scorers": {"kv-cache": 1}, "stages": {"threshold": 500}}})
     patches = [{"scheduling": {"stages": {"threshold": "auto", "prefill": {"scorers": {"random": 1}}}}}]
     stages = live_config.applied(settings, changed(*patches)).settings.scheduling.stages

@@ -153,7 +153,7 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     ledger.see(Alive("no-token", E3, ""))
     end(ledger, "over", token)
     end(ledger, "over-too", token)
-    ledger.see(Alive("over-too", E3, token))  # a late sign that the request runs
+    ledger.see(Alive("over-too", E3, token))  # a late report that the ended request runs
     # If this replica has not seen a request running lately, another one may have received the end.
     assert [(it.id, it.attempt, it.served, it.token, it.seen_s) for it in ledger.in_flight(7.0)] == [
         ("new", "9", "", token, 8.0),
@@ -197,7 +197,7 @@ def test_a_flood_of_requests_leaves_the_ledger_bounded(outage: bool) -> None:
 
 def test_the_ledger_keeps_any_number_of_open_streams_at_a_bounded_cost() -> None:
     ledger = Ledger(lambda: 0.0)
-    for number in range(60_000):  # a search at each insertion would take minutes
+    for number in range(60_000):  # a search at each insertion would last minutes
         ledger.place(str(number), "1", "", E1, owned=True)
     assert len(ledger.owned()) == 60_000
 

@@ -125,7 +125,7 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
             setattr(store, part, forgotten)
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
-            assert store.heartbeats[before:].index(first) <= 1  # in one of the next two heartbeats
+            assert store.heartbeats[before:].index(first) <= 1  # sent with one of the next two heartbeats
 
 
 async def test_heartbeats_go_on_while_waiting_requests_are_registered_again() -> None:
@@ -210,7 +210,7 @@ async def test_one_warning_names_an_envoy_that_stays_at_its_default_stream_limit
     assert look(512, 510) == 0
     clock.now_s += 9
     assert look(512, 510) == 0
-    assert look(512, 400) == 0  # for a moment, the number of streams is below the limit
+    assert look(512, 400) == 0  # fewer streams interrupt the count of seconds
     clock.now_s += 9
     assert look(1024, 0) == 0
     clock.now_s += 10

@@ -31,8 +31,8 @@ from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import Notification, Placed, Renewal, Verdict
 
-UNSEEN_S = unseen_s(0.0)  # in seconds, for an access-log interval of 0 s
-PATIENT_S = 60.0  # seconds that a resync waits for the other replica, enough on a slow machine
+UNSEEN_S = unseen_s(0.0)  # s of silence after which a resync does not restore a request
+PATIENT_S = 60.0  # seconds that a resync waits for the other replica; long, for a slow machine
 
 
 async def test_without_redis_a_replica_places_requests_within_its_share_of_the_bound() -> None:
@@ -55,7 +55,7 @@ async def test_without_redis_a_replica_places_requests_within_its_share_of_the_b
 
 
 @pytest.mark.parametrize("stranger", [{"digest": "y"}, {"flow": "g", "digest": "x"}], ids=str)
-async def test_without_redis_no_other_request_can_take_a_known_id(stranger: dict[str, str]) -> None:
+async def test_without_redis_a_different_request_cannot_take_a_known_id(stranger: dict[str, str]) -> None:
     bench = Bench()
     bench.store.admitting = [Placed((E1,))]
     await bench.place("before", digest="x")
@@ -84,7 +84,7 @@ async def test_without_redis_a_disabled_queue_places_every_request() -> None:
     assert status is not None
     assert (status.queued, status.free, status.let_go) == (0, 3.0, 20)
     first = [each.endpoints[0] for each in placed]
-    assert (first.count(E1), first.count(E2)) == (9, 11)  # E1 had 3 requests in flight, E2 had 1
+    assert (first.count(E1), first.count(E2)) == (9, 11)  # E1 already had 3 requests, E2 had 1
     # The end of a request releases no budget, since no budget was acquired.
     bench.end("0", placed[0])
     assert bench.free == 3.0
@@ -109,16 +109,16 @@ async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_l
     await bench.place("next", flow="acme/y")
     with pytest.raises(OverLimit):
         await bench.place("more", flow="acme/y")
-    # Other tenants have no limit.
+    # Tenants other than acme have no limit.
     bench.end("0", placed[0])
     await bench.place("other", flow="beta/x")
-    # While this replica returns to Redis, Redis counts.
+    # While this replica resyncs, only Redis charges the limit.
     async with resyncing(bench):
         bench.store.admitting = [Placed((E1,), quota="requests=8,7,1")]
         bench.end("next", placed[0])
         assert (await bench.place("resyncing", flow="acme/x")).quota == "requests=8,7,1"
         bench.tell_peers()
-        # Then the replica charges in Redis the two requests that it granted.
+        # After the resync the replica charges in Redis the two requests that it granted in the outage.
         await until(lambda: bench.store.top_ups)
         assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 
@@ -134,7 +134,7 @@ async def test_an_access_log_entry_of_a_refused_request_is_not_counted_as_a_comp
         assert [name for name, *_ in bench.store.settled] == ["placed"]
 
 
-async def test_a_replica_that_has_never_joined_refuses_requests_and_stays_shared() -> None:
+async def test_a_replica_that_never_reached_redis_refuses_requests_and_does_not_go_local() -> None:
     bench = Bench(pulse=None, away=True)
     with pytest.raises(StateUnavailable):
         await bench.place()
@@ -196,7 +196,7 @@ async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered(
     a.store.answering = b.store.answering = False
     for name, bench in zip("012567", (a, b, b, b, a, a), strict=True):
         bench.end(name, placed[name])
-    # While one replica still reaches Redis, no budget is recovered.
+    # No budget is recovered while replica `b` still uses Redis.
     a.gate.failover.redis_lost("refused", "away")
     waiting = [await a.wait_here(f"waiting {n}") for n in range(7)]
     assert a.free == 0.0
@@ -204,7 +204,7 @@ async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered(
     await until(
         lambda: a.gate.failover.outage_count() is not None and b.gate.failover.outage_count() is not None
     )
-    await until(lambda: peers.asked)  # replica `a` gets no answer yet, and asks again
+    await until(lambda: peers.asked)  # `a` gets no answer from `b` yet, and asks again
     peers.gate = b.gate
     # Six requests take the recovered budget; the seventh waits until a request from before the outage ends.
     await until(lambda: sum(task.done() for task in waiting) == 6)
@@ -430,7 +430,7 @@ async def test_each_request_that_bypasses_the_queue_counts_once_in_every_failove
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_losing_redis_while_resyncing_goes_local_again(paused: bool) -> None:
+async def test_a_replica_that_loses_redis_while_resyncing_goes_local_again(paused: bool) -> None:
     bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("a")
     free = bench.free
@@ -444,7 +444,7 @@ async def test_losing_redis_while_resyncing_goes_local_again(paused: bool) -> No
         assert bench.free == free - 1
 
 
-async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None:
+async def test_budget_released_while_resyncing_is_limited_to_the_replicas_share() -> None:
     # While resyncing, the replica receives the ends of more requests than its share of the bound.
     bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("from before")
@@ -567,7 +567,7 @@ async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:
 @pytest.mark.parametrize(
     ("lost", "calls"), [("before", 0), ("between", 1), ("never", 1), ("never, and Redis is slow", 2)]
 )
-async def test_an_answer_that_is_read_late_releases_its_cost_once_and_counts_once(
+async def test_a_request_whose_answer_is_read_late_is_released_once_and_counted_once(
     lost: str, calls: int
 ) -> None:
     bench = Bench(away=lost == "before")
@@ -587,7 +587,7 @@ async def test_an_answer_that_is_read_late_releases_its_cost_once_and_counts_onc
     assert lost.startswith("never") or bench.free == free
 
 
-async def test_an_answer_that_is_read_in_time_costs_no_call_of_its_own(
+async def test_an_answer_that_its_client_reads_in_time_needs_no_redis_call_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "_UNREAD_S", 0.0)
@@ -603,7 +603,7 @@ async def test_an_answer_that_is_read_in_time_costs_no_call_of_its_own(
 
 
 @pytest.mark.parametrize("answer", ["at another replica", "here before the outage", "here in the outage"])
-async def test_an_end_long_after_the_answer_releases_local_budget_only_if_the_answer_came_here(
+async def test_an_end_long_after_the_answer_releases_local_budget_if_this_replica_got_the_answer(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     monkeypatch.setattr(admission, "_UNREAD_S", 0.0)
@@ -617,7 +617,7 @@ async def test_an_end_long_after_the_answer_releases_local_budget_only_if_the_an
     if answer == "here in the outage":
         bench.gate.answered(end._replace(is_read=False))
     await asyncio.sleep(0.01)
-    assert bench.free == free  # Redis still counts the request
+    assert bench.free == free  # until its end Redis counts the request
     bench.gate.settle(end)
     assert bench.free - free == (answer != "at another replica")
 
@@ -668,7 +668,7 @@ async def test_redis_decides_whether_a_lease_still_belongs_to_its_request(answer
 
 
 @pytest.mark.parametrize("age_s", [2.0, LEASE_S + 1.0])
-async def test_without_redis_a_shared_lease_is_valid_until_it_expires(age_s: float) -> None:
+async def test_without_redis_a_lease_that_redis_gave_is_valid_until_it_expires(age_s: float) -> None:
     bench = Bench()
     placement = await bench.place("r")
     bench.store.deaf = True
@@ -687,7 +687,7 @@ async def test_without_redis_and_without_a_known_bound_no_lease_can_be_confirmed
         await bench.gate.confirm("r", Placement((E1,), "", 1), 2.0)
 
 
-async def test_a_lease_of_the_local_budget_never_expires() -> None:
+async def test_the_lease_of_a_request_placed_by_local_budget_never_expires() -> None:
     bench = Bench(wait_s=PATIENT_S, away=True)
     placement = await bench.place("mine")
     free = bench.free
@@ -702,13 +702,13 @@ async def test_a_lease_of_the_local_budget_never_expires() -> None:
         assert bench.store.alive == [("mine", placement.accounting_token), ("old", "")]
 
 
-async def test_a_replica_is_cut_off_while_it_lacks_redis_and_a_peer_does_not() -> None:
+async def test_a_replica_counts_as_cut_off_while_it_lacks_redis_and_a_peer_reaches_redis() -> None:
     peers, clock = DirectPeers(), [0.0]
     a = Bench(FULL, config={"leases": {"inflight": "2s", "access_log_interval": "1s"}}, peer_client=peers)
     b = Bench(FULL, replica="b", clock=lambda: clock[0])
     a.lose_redis()
     waiting = await a.wait_here()
-    await until(lambda: peers.asked)  # replica `b` does not answer
+    await until(lambda: peers.asked)  # the peer `b` has not answered yet
     assert not a.gate.is_cut_off
     assert not waiting.done()
     peers.gate = b.gate

@@ -216,7 +216,7 @@ async def test_a_fetch_over_https_uses_the_configured_authority_and_sends_the_to
         connection.close()
     server.stop()
     assert pages[:2] == [PAGE, PAGE]
-    assert pages[2].startswith(b"page: no TLS: ")  # not `connection`: the server accepts connections
+    assert pages[2].startswith(b"page: no TLS: ")  # fault `page`, as the server accepts connections
     assert all("\r\nAuthorization: Bearer secret\r\n" in request for request in server.requests)
     token.write_text("two words")
     with pytest.raises(FetchError, match="has no token"):

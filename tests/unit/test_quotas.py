@@ -45,13 +45,13 @@ def test_siblings_share_by_weight_at_each_level_of_the_tree(
             queue.offer(ask(f"r{next(numbers)}", flow=flow), cost, 0.0)
     served = Counter[str]()
     most = max(costs)
-    for _ in range(30):  # after so few turns every flow still has requests
+    for _ in range(30):  # few enough turns that every flow keeps requests
         turn = queue.turn(0.0)
         assert turn is not None
         queue.serve(*turn)
         for path in found.paths(turn[0].flow):
             served[path] += turn[0].cost
-        # A path that is both a flow and above other flows has two children of that name: leave it out.
+        # Leave out paths that are both a flow and above other flows, since such a path has two children.
         leaves = [flow for flow in flows if not any(each.startswith(f"{flow}/") for each in flows)]
         nodes = {path for flow in leaves for path in found.paths(flow)} - (set(flows) - set(leaves))
         for one, other in itertools.combinations(sorted(nodes), 2):
@@ -95,7 +95,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
         assert quotas.lacking(name) is None
         quotas.start(name)
         quotas.start(name)  # a retry is not charged again
-    assert quotas.lacking("gone") == ("acme", float("inf"))  # two requests are in flight
+    assert quotas.lacking("gone") == ("acme", float("inf"))  # the limit of two in flight is reached
     assert quotas.quota("served") == "tokens=100,20,48000"
     quotas.use("served", Usage(20, 10, 5))
     assert quotas.eased() == ["acme", "acme\x1e"]
@@ -105,7 +105,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
     assert quotas.eased() == []
     quotas.end("failed", unserved=True)
     assert quotas.balances["acme\x1fbudget:day"] == (1, 10 + 10 * 0.1 + 15)
-    quotas.end("gone", unserved=True)  # the request was never charged
+    quotas.end("gone", unserved=True)  # request `gone` was never charged
     assert quotas.balances["acme\x1ftokens:60000"] == (25, 86_400_000)
 
 

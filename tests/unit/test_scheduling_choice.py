@@ -48,7 +48,7 @@ def timed(mean_s: float | None, spread_s: float = 0.0, load: int = 0) -> Endpoin
     return EndpointState("a", latency=mean_s and LatencyStats(9, mean_s, spread_s), in_flight=load)
 
 
-# Endpoints on which the adapter `a` runs, has a free slot, waits, has no slot (twice), and has none at all.
+# Endpoints where adapter `a` runs, has a free slot, waits, lacks a slot (twice), is not supported.
 ADAPTERS = [
     at(A, slots=slots, active=active, queued=queued)
     for slots, active, queued in (
@@ -94,7 +94,7 @@ FORECASTS = {
     "running adapters, then free slots, then waiting adapters": (
         "lora-affinity", PickRequest(adapter="a"), ADAPTERS, [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]),
     "no adapter": ("lora-affinity", PLAIN, ADAPTERS, [1.0] * 6),
-    "latency by mean, load and spread": (  # weighted sums: 1, 6, 11
+    "latency by mean, load and spread": (  # weighted sums of the three endpoints: 1, 6, 11
         "latency", PickRequest(latency_weights=Latency(alpha=1.0, beta=2.0, gamma=3.0)),
         [timed(1.0), timed(1.0, 1.0, 1), timed(5.0, load=3)], [1.0, 0.5, 0.0]),
     "an idle endpoint of unknown latency": (
@@ -107,7 +107,7 @@ FORECASTS = {
     **{f"{scorer}: empty": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])
        for scorer in SCORERS},
 })  # fmt: skip
-def test_the_scores_of_one_scorer(
+def test_each_scorer_gives_the_expected_scores(
     scorer: str, pick: PickRequest, endpoints: list[EndpointState], expected: list[float]
 ) -> None:
     assert SCORERS[scorer](pick, endpoints) == expected

@@ -135,7 +135,7 @@ def test_kv_cache_utilisation_is_the_highest_share_on_the_page(text: str, share:
         'lora{running_lora_adapters="' + "a," * 70_000 + '"} 1\n', "lora names more adapters than are read"
     ),
 })  # fmt: skip
-def test_a_malformed_line_is_named_and_leaves_the_other_values(bad: str, said: str) -> None:
+def test_the_remark_names_a_malformed_line_and_the_other_lines_are_read(bad: str, said: str) -> None:
     text = f'run 1\n{bad}queue{{a="1"}} 2\nkv 0.5\n'
     metrics = read(text)
     assert (metrics.waiting, metrics.running, metrics.kv_utilisation) == (2.0, 1.0, 0.5)
@@ -219,7 +219,7 @@ LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_
 def lines(draw: st.DrawFn) -> str:
     name = draw(st.sampled_from(NAMES))
     others = (f"# HELP {name} queue 12 {{}} words", f"# TYPE {name} gauge", "", " ", "\t", f"# {name} 12")
-    if draw(st.integers(0, 6)) > 2:  # true for four of the seven numbers
+    if draw(st.integers(0, 6)) > 2:  # in four of seven draws
         return draw(st.sampled_from(others))
     labels = draw(LABELS)
     shown = ""

@@ -22,7 +22,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import Scraper
 
 INTERVAL_S = 0.02
-READING = fleet_with("queue-depth")  # a fleet whose scorer reads metrics pages
+READING = fleet_with("queue-depth")  # a fleet whose scorer needs metrics pages
 
 
 class Bench:
@@ -286,7 +286,7 @@ async def test_a_server_that_closes_idle_connections_is_never_reported_down(benc
 
     async def answer_and_end_soon(writer: asyncio.StreamWriter) -> None:
         writer.write(server.answer)
-        loop.call_later(INTERVAL_S, writer.close)  # closes at the time of the next scrape
+        loop.call_later(INTERVAL_S, writer.close)  # close the connection when the next scrape is due
 
     server.act = answer_and_end_soon
     async with bench.scraping():

@@ -62,7 +62,7 @@ def test_a_pool_has_the_shared_settings_and_the_settings_of_its_own_section() ->
     assert [pool.fair_request_queue.total_capacity for pool in pools.values()] == [1000, 500]
     a, b = (pool.discovery for pool in pools.values())
     assert (a.dns is not None, a.static) == (True, None)
-    assert (b.dns, len(b.static or ())) == (None, 1)  # the pool's own source replaces the shared source
+    assert (b.dns, len(b.static or ())) == (None, 1)  # pool b's own source replaces the shared source
     assert list(pools_of(parse({"pool": "alone"}))) == ["alone"]
     assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
 
@@ -140,7 +140,7 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     )(timeout=30, metadata=metadata)
     # A client can set the request header POOL_HEADER, so this header does not choose the pool.
     await call.write(headers("lean", {POOL_HEADER: "b"}))
-    if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused after headers
+    if (POOL_HEADER, UNKNOWN_POOL) not in metadata:  # an unknown pool is refused after the headers
         await call.write(body(BODY))
     return await call.read()
 
@@ -241,7 +241,7 @@ def test_an_access_log_entry_belongs_to_the_pool_that_signed_its_accounting_toke
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [
         ended("r-1", keys[1]), ended("r-2", keys[0]), ended("r-3", keys[1], "DownstreamPeriodic"),
-        ended("r-4", Keyring()),  # a token that no pool signed
+        ended("r-4", Keyring()),  # signed with a key of no pool
         ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
     ]  # fmt: skip

@@ -112,7 +112,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
 async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request(bench: Bench) -> None:
     task = await bench.queued(GONE)
     bench.grant()
-    with pytest.raises(errors.RequestIdTaken):  # before the waiting task has run
+    with pytest.raises(errors.RequestIdTaken):  # the task of the granted request has not yet run
         await bench.place(flow="other")
     bench.store.admitting = [PLACED]
     assert (await task).endpoints == (E1,)

@@ -63,7 +63,7 @@ async def test_blocks_stay_at_the_prefill_server_until_the_transfer_or_the_end_o
         )
         await until_queue(decoder, running=1, waiting=0)
         await until_queue(prefiller, running=0, waiting=0)
-        await until_kv_usage(prefiller, 0.07)  # the blocks of 101 tokens
+        await until_kv_usage(prefiller, 0.07)  # the share of the blocks of 101 tokens
         assert (await metrics(decoder))["generation_tokens_total"] == 0
         asked.cancel()
         await until_queue(decoder, running=0, waiting=0)
@@ -116,7 +116,7 @@ def test_a_complete_sequence_keeps_its_blocks_until_they_are_freed() -> None:
         engine.submit(sequence)
     assert engine.end_step(engine.begin_step(100)) == [first]
     assert (first.phase, engine.load().running, engine.load().kv_usage) == (Phase.ENDED, 0, 0.75)
-    assert not engine.begin_step(100).tokens  # the second sequence waits for blocks
+    assert not engine.begin_step(100).tokens  # the second sequence waits for free blocks
     engine.free(first)
     assert engine.end_step(engine.begin_step(100)) == [second]
     engine.free(second)

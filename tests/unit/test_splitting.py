@@ -34,7 +34,7 @@ KNOWN = StageTimes(whole_s=1.0, split_s=0.8, own_s=0.9, delayed=4)
 
 
 def never() -> float:
-    """A draw that never explores."""
+    """A random draw that never makes the chooser explore the slower choice."""
     return 1.0
 
 
@@ -213,7 +213,7 @@ def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     staged.fleet.in_flight = {A: 4, B: 4}
     staged.tick()
     assert staged.prefill(body_bytes=1500) == "*"
-    for address in (A, B):  # all four wait for their own prefill elsewhere
+    for address in (A, B):  # all four requests wait for their own prefill elsewhere
         staged.scraped(address, running=0.0)
     staged.tick()
     found = staged.chooser.choose(staged.ask(body_bytes=1500)).split

@@ -104,7 +104,7 @@ def test_a_fault_in_tenants_names_the_node(section: dict[str, Any], told: str) -
 @pytest.mark.parametrize("limit", [
     {"tokens": 999, "per": "1s"}, {"tokens": 1_440_000, "per": "1d"}, {"requests": 1001, "per": "1s"},
 ])  # fmt: skip
-def test_a_limit_below_one_of_another_period_may_be_faster_or_larger(limit: dict[str, Any]) -> None:
+def test_a_nodes_limit_may_exceed_a_limit_above_it_that_has_another_period(limit: dict[str, Any]) -> None:
     assert len(tree(node(limits=[LIMIT]), node("acme/a", limits=[limit])).nodes) == 2
 
 
@@ -182,7 +182,7 @@ def test_with_tenants_a_request_has_estimates_in_tokens_in_either_unit_of_the_st
     controller = {"request_queue_controller": {"mode": "adaptive", "unit": unit}}
     found = asked(settings=parse({**controller, "tenants": {}}))
     assert found.prompt_tokens >= 1
-    if unit == "tokens":  # the scripts add the flow's mean answer to both costs
+    if unit == "tokens":  # the scripts add the flow's mean answer tokens
         assert (found.learn, found.cost, found.answer_tokens) == (True, found.prompt_tokens, 0)
     else:
         assert (found.learn, found.cost, found.answer_tokens) == (False, 1, 256)
@@ -233,12 +233,12 @@ def test_a_malformed_quota_is_not_shown(text: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_client_gets_its_limits_in_every_mode_instead_of_the_model_servers_limits(mode: str) -> None:
+async def test_a_client_gets_its_tenants_limits_in_place_of_the_model_servers_limits(mode: str) -> None:
     talk = Talk(settings={"tenants": {}})
     talk.gate.placement = PLACEMENT._replace(quota=QUOTA)
     answers = await talk.say(headers(mode), body(ASK))
     if mode == "lean":
-        # Envoy makes headers of these values.
+        # In `lean`, Envoy makes response headers of these metadata values.
         told = dict(answers[0].dynamic_metadata["picker"])
         assert {name: told.get(name) for name in OF_OPENAI} == OF_OPENAI
         return

@@ -6,7 +6,7 @@ from picker_fleet.grpc.turns import Line, Turns
 
 
 class Backlog:
-    """A connection with `left` units of work, which is trusted once it has done some."""
+    """A connection with `left` units of work; if it `trusts`, the first unit done makes it trusted."""
 
     def __init__(self, left: int, trusts: bool) -> None:
         self.left, self.trusts = left, trusts
@@ -22,7 +22,7 @@ class Backlog:
         return most, self.done < self.left
 
 
-async def test_a_stranger_that_is_answered_while_work_waits_is_a_stranger_no_longer() -> None:
+async def test_a_connection_becomes_trusted_once_it_is_answered_while_its_work_waits() -> None:
     turns = Turns(step_work=64, strangers_work=1)
     stranger, gateway = Backlog(10_000, trusts=False), Backlog(10_000, trusts=True)
     turns.ask(gateway)

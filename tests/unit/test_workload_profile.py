@@ -50,7 +50,7 @@ def test_in_the_chart_the_workload_aware_profile_changes_only_the_queue() -> Non
     values = tree(chart / "values.yaml")
     profile = overlaid(
         values, tree(chart / "values-workload-aware.yaml")
-    )  # merged as by Helm, except for discovery
+    )  # merged as Helm merges, but without discovery
     settings, other = parse(profile["config"]), parse(values["config"])
     assert orders_by_workload(settings)
     assert differing(settings, other) == {"fair_request_queue"}
