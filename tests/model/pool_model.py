@@ -24,7 +24,7 @@ TIMERS_LIMIT = 24
 CHUNK = 32  # maximum requests of one kind that a sweep handles
 DOWN_MS = 10_000
 SMALLEST = 1e-9  # the least drain rate (requests/s) while requests wait
-# If a request ends by one of these events, its tenants' charges are refunded.
+# If a request ends by an event in REFUNDED, its tenants' charges are refunded.
 REFUNDED = (
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed"
 )  # fmt: skip

@@ -170,7 +170,7 @@ class World:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
             if self.request == _UNSENT:
-                if who == 0:  # one is enough: replicas are interchangeable
+                if who == 0:  # replicas are interchangeable: `a` starts the request
                     yield Step("start", who)
             elif self.request == _RUNS:
                 yield Step("end", who)

@@ -532,7 +532,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(7200 if EXAMPLES else 600)
-def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
+def test_the_lua_scripts_do_what_the_python_model_does(side: ScriptSide) -> None:
     audited = Counter[str]()
     machine = type("Machine", (QueueMachine,), {"side": side, "audited": audited})
     # SideBySide raises an AssertionError at the first difference.

@@ -53,7 +53,7 @@ async def test_after_every_order_of_outages_exactly_the_running_requests_are_cou
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-async def test_the_scripts_answer_as_the_model_of_the_outages_does(replicas: int, side: ScriptSide) -> None:
+async def test_the_scripts_answer_as_the_python_model_of_outages(replicas: int, side: ScriptSide) -> None:
     world = World(replicas, outs=2, signs=2, patient=False, losses=1)
     chance = random.Random(replicas)
     for number in range(WALKS):

@@ -203,7 +203,7 @@ def test_a_request_that_returns_to_the_queue_lets_its_tenants_next_request_start
 
 
 @pytest.mark.parametrize("over_limit", ["queue", "reject", "demote"])
-def test_a_new_limit_charges_requests_that_wait(side: ScriptSide, over_limit: str) -> None:
+def test_a_new_limit_of_a_tenant_charges_waiting_requests(side: ScriptSide, over_limit: str) -> None:
     pool = pool_of(side, {}, upper_per=1)
     pool.admit("runs flow=b, " + many("a{n} flow=a prompt_tokens=10", 3))
     node = json.dumps({"limits": [limit("tokens", 20, 60_000)], "over_limit": over_limit})

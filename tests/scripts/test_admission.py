@@ -12,7 +12,7 @@ from picker_fleet.domain.errors import InsufficientFlowCapacity, NoEndpoints, To
 from picker_fleet.state.store import name_of
 
 
-async def test_each_exceeded_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
+async def test_each_exceeded_queue_limit_raises_its_documented_error(fleet: OpenFleet) -> None:
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
         with pytest.raises(InsufficientFlowCapacity):

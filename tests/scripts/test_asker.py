@@ -20,7 +20,7 @@ async def asker(valkey_url: str, pool: str) -> AsyncIterator[CommandClient]:
     await asker.close()
 
 
-async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
+async def test_concurrent_callers_of_redis_commands_get_their_own_replies(asker: CommandClient) -> None:
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
@@ -33,7 +33,7 @@ async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(a
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
 
 
-async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
+async def test_a_closed_connection_to_redis_is_replaced(asker: CommandClient, valkey_url: str) -> None:
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)

@@ -19,7 +19,7 @@ def lengths_of(pool: DirectPool) -> dict[int, int]:
 
 
 def bytes_of(pool: DirectPool) -> dict[int, int]:
-    """Bytes of the waiting requests' bodies by priority, for each band with such bytes."""
+    """Bytes of the waiting requests' bodies by priority, for each band whose waiting requests have bodies."""
     bands = pool.call("state", 60_000)[10]
     return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
@@ -81,7 +81,7 @@ def test_a_newly_loaded_library_reads_the_bands_from_redis(full: DirectPool) -> 
     assert lengths_of(full)[7] == 0
 
 
-def test_a_failed_call_creates_no_band(full: DirectPool) -> None:
+def test_a_failed_script_call_creates_no_band(full: DirectPool) -> None:
     # A batch with a request of a new priority fails, because its second item is damaged.
     with pytest.raises(redis.ResponseError):
         full.call("admit", "a", arrival("x", priority=7), b"damaged")

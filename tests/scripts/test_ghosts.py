@@ -78,7 +78,7 @@ async def test_a_request_whose_answer_stops_midway_is_a_ghost_until_it_goes_on(f
 
         async def renewed() -> set[str]:
             a.gate.queue.renew_owned_streams(is_due=True)
-            await a.store.renew("other", None, "", "")  # Redis has handled the renewals before this call
+            await a.store.renew("other", None, "", "")  # answered after the renewals
             return await counted(it)
 
         await a.gate.admit(ask("r"), stream_owned=True)

@@ -15,7 +15,7 @@ Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
 THREE = {**SETTINGS, "upper_per": 3}
-# The names `placed`, `granted` and `queued` are requests in these states. The request `untaken` was placed by
+# Requests `placed`, `granted` and `queued` are in the state of their name. Request `untaken` was placed by
 # its grant, without an acknowledgement. Redis does not know the request `gone`.
 CALLS: dict[str, Call] = {
     "admit, in flight": lambda a: a.admit("placed", workload="w"),
@@ -52,7 +52,7 @@ CALLS: dict[str, Call] = {
 }
 # A rejected request has no record, so a repetition counts as another arrival of the request's workload.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
-# For these calls the reply is lost: at least one call for each way in which a connection repeats calls.
+# Calls whose reply is lost: at least one call for each way in which a connection repeats a call.
 LOST = ("admit, new", "place", "settle, in flight", "cancel, granted", "renew, restored", "publish", "sweep")
 
 
@@ -75,7 +75,7 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
+async def test_a_repeated_script_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         before = await it.dump()
@@ -89,7 +89,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 
 
 @pytest.mark.parametrize("name", LOST)
-async def test_a_call_whose_reply_is_lost_takes_effect_once(
+async def test_a_script_call_whose_reply_is_lost_takes_effect_once(
     fleet: OpenFleet, valkey_url: str, pool: str, name: str
 ) -> None:
     async with one_of_each(fleet) as (it, a):

@@ -156,7 +156,7 @@ async def test_a_request_started_without_redis_is_not_restored_after_its_end(fle
         assert await it.at_rest()
 
 
-async def test_an_accounting_token_for_an_unknown_endpoint_restores_nothing(fleet: OpenFleet) -> None:
+async def test_an_accounting_token_for_an_unknown_endpoint_restores_no_request(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
         for served in ("", nowhere):
@@ -192,7 +192,7 @@ DAMAGED = [
 ]  # fmt: skip
 
 
-async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet) -> None:
+async def test_a_damaged_accounting_token_restores_no_request(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         await a.admit("r")
         for damaged in map("\t".join, DAMAGED):

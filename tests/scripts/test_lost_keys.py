@@ -38,7 +38,7 @@ CONFIG = config(
 )
 SERVICE_S = 5.0
 KEYS = [name for name, kind in documented().items() if kind != "channel"]
-# The fleet detects the loss of these keys, because counts or operators depend on them; other keys are hints.
+# The fleet detects the loss of keys in FOUND, because counts or operators depend on them; others are hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
     "flows:BAND", "limits", "load", "prefill_load", "prefills", "endpoints", "marks", "replicas",
@@ -116,7 +116,7 @@ class Load:
 
     async def pause_with(self, name: str) -> list[str]:
         """Let no further request end; return the pool's keys of the schema's pattern `name`. If no request
-        happens to use such a key, let requests end, and pause again."""
+        happens to use a wanted key, let requests end, and pause again."""
         gone: list[str] = []
         for _ in range(20 if name in FOUND else 1):
             self.paused = True
@@ -176,7 +176,7 @@ async def test_service_and_counts_recover_after_the_loss_of_a_key(
                 gone = await load.pause_with(name)
                 assert gone or name not in FOUND
                 if not gone:
-                    continue  # these clients use no such key
+                    continue  # no client uses a key of this pattern
                 await it.redis.delete(*gone)
                 if name in FOUND:
                     await until(lambda: is_told(a, b), SERVICE_S)

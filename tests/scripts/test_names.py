@@ -41,7 +41,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
     ids=st.lists(REQUEST_IDS, min_size=4, max_size=4, unique=True),
     fairness=st.sampled_from(["weighted-fair", "none"]),
 )  # fmt: skip
-def test_all_scripts_accept_every_name(valkey_url: str, **drawn: Any) -> None:
+def test_all_scripts_accept_names_with_any_characters(valkey_url: str, **drawn: Any) -> None:
     asyncio.run(_use_all_scripts(partial(running, valkey_url, f"names-{next(_POOLS)}"), **drawn))
 
 

@@ -27,7 +27,7 @@ async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
     return (*kept, marks, version, state.ready_backends, state.upper, state.in_flight)
 
 
-async def test_publishing_changes_equals_publishing_the_whole_list(valkey_url: str, pool: str) -> None:
+async def test_publishing_changed_endpoints_equals_publishing_all_of_them(valkey_url: str, pool: str) -> None:
     dice, names = random.Random(7), addresses(6)
     async with (
         running(valkey_url, pool, "a", endpoints=0) as (by_changes, a),

@@ -122,7 +122,7 @@ async def test_a_follower_receives_its_own_messages_without_readings(pair: Pair)
     assert not follower.readings
 
 
-async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
+async def test_removed_readings_of_endpoints_are_no_longer_stored(pair: Pair) -> None:
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await two.remove(["a:1", "unknown:1"])
@@ -130,7 +130,7 @@ async def test_removed_readings_are_no_longer_stored(pair: Pair) -> None:
     assert (await one.stored()).keys() == {"b:1"}
 
 
-async def test_unreadable_readings_are_ignored(valkey_url: str, pool: str, pair: Pair) -> None:
+async def test_unreadable_readings_of_endpoints_are_ignored(valkey_url: str, pool: str, pair: Pair) -> None:
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
     async with Redis.from_url(valkey_url) as redis:

@@ -120,7 +120,7 @@ async def test_requests_in_flight_are_listed_in_pages_by_lease(fleet: OpenFleet)
         assert [each.lease_ms for each in seen] == sorted(each.lease_ms for each in seen)
 
 
-async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
+async def test_an_operator_finds_a_request_in_every_state(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
         await it.after(5)
@@ -132,7 +132,7 @@ async def test_a_request_is_found_in_every_state(fleet: OpenFleet) -> None:
         assert (runs.entry.state, runs.rank, runs.queue, runs.entry.overdue) == ("placed", None, None, False)
         assert runs.lease_in_s is not None
         # Granted; ended.
-        await a.admit("first", flow="f", candidates=E1)  # else the grant would also place the request
+        await a.admit("first", flow="f", candidates=E1)  # with candidates `*` the grant would place it
         await a.settle("runs")
         assert (await b.store.reads.request("first")).entry.state == "granted"
         assert await a.store.reads.request("runs") is None

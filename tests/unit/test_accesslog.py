@@ -68,7 +68,7 @@ def full() -> Entry:
     return message
 
 
-async def test_a_peer_is_trusted_once_an_entry_has_a_token_that_the_fleet_signed() -> None:
+async def test_an_access_log_peer_is_trusted_once_an_entry_has_a_token_that_the_fleet_signed() -> None:
     metrics = Metrics()
     handlers = accesslog.handlers([Account(ScriptedGate(), metrics, KEYS, KnownOrigins())])
     transport = NativeTransport(handlers, {}, 2**20)
@@ -180,7 +180,7 @@ def test_a_periodic_log_entry_ends_the_prefill_of_a_split_request_whose_answer_h
 @pytest.mark.parametrize("kind", ["UpstreamEnd", "UpstreamPeriodic", "DownstreamStart", "TcpConnectionEnd"])
 @on_both_transports
 async def test_entries_of_other_types_and_periodic_entries_of_queued_requests_are_ignored(kind: str) -> None:
-    # If these entries counted, each queued request would cost Redis a call in each access-log interval.
+    # If such entries counted, a queued request would cost Redis a call in each access-log interval.
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
 
 

@@ -52,7 +52,7 @@ async def test_metrics_are_served_as_prometheus_text() -> None:
     assert 'epp_requests_total{code="ok",mode="lean",model="llama"' in response.text
 
 
-async def test_the_state_is_served_with_all_fields_even_undocumented_ones() -> None:
+async def test_the_admin_api_serves_all_fields_of_the_state_even_undocumented_fields() -> None:
     state = {**STATE, "paused": True, "added": 1}
     async with asking(api(View(state))) as http:
         response = await http.get("/api/v1/state")

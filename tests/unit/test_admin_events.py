@@ -74,7 +74,7 @@ async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
         return [await anext(stream) for _ in range(count)]
 
 
-async def test_the_state_is_read_only_while_somebody_listens(source: CountingSource) -> None:
+async def test_the_event_stream_reads_the_state_only_while_a_client_listens(source: CountingSource) -> None:
     async def reads() -> int:
         """The number of reads of the state after fifty steps of the event loop."""
         for _ in range(50):
@@ -91,7 +91,7 @@ async def test_the_state_is_read_only_while_somebody_listens(source: CountingSou
         assert await reads() <= seen + 1
 
 
-async def test_all_listeners_get_the_same_bytes(events: Events) -> None:
+async def test_all_listeners_of_the_event_stream_get_the_same_bytes(events: Events) -> None:
     one, other = await asyncio.gather(*(first(joined(events).stream(), 3) for _ in range(2)))
     assert one[0].startswith(b"retry:")
     assert one == other
@@ -121,7 +121,7 @@ async def test_an_sse_comment_keeps_a_silent_connection_open() -> None:
 
 
 async def test_event_streams_end_and_none_starts_when_the_replica_stops(source: CountingSource) -> None:
-    events = Events(source, interval_s=3600.0)  # so long that the test sees only one read
+    events = Events(source, interval_s=3600.0)  # so long that only one read happens in the test
     listener = joined(events)
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()
@@ -158,7 +158,7 @@ def test_an_address_gets_a_stream_though_other_addresses_take_all_streams(source
     assert events.listening == MAX_LISTENERS
 
 
-async def test_a_client_that_never_reads_is_dropped(events: Events, source: CountingSource) -> None:
+async def test_a_client_that_never_reads_is_disconnected(events: Events, source: CountingSource) -> None:
     source.name = "x" * 4_000_000  # more bytes than a connection buffers
     async with serving(api(events=events), "127.0.0.1:0") as address:
         _, writer = await asyncio.open_connection(*address.split(":"), limit=1024)

@@ -158,7 +158,7 @@ async def test_a_read_is_answered_only_if_its_host_header_names_the_replica() ->
                 assert (answer.status_code != 421) is known, (host, path)
             if not known:
                 assert problem(answer, 421)["code"] == "unknown_host"
-            for path in ("/healthz", "/readyz", "/metrics"):  # probes and scrapers may use any name
+            for path in ("/healthz", "/readyz", "/metrics"):  # probes and scrapers may use any host name
                 assert (await client.get(path, headers=headers)).status_code == 200, (host, path)
         assert (await client.get("/openapi.json", headers={"host": "rebound.example"})).status_code == 421
 
@@ -173,7 +173,7 @@ ANSWERS: list[tuple[str, str, dict[str, str], int]] = [
 ]
 
 
-async def test_every_answer_has_the_security_headers() -> None:
+async def test_every_answer_of_the_admin_port_has_the_security_headers() -> None:
     async with asking(api()) as client:
         for method, path, headers, status in ANSWERS:
             answer = await client.request(method, path, headers=headers)
@@ -185,7 +185,7 @@ async def test_every_answer_has_the_security_headers() -> None:
             assert answer.headers["cache-control"] == ("no-cache" if path == "/" else "no-store")
 
 
-async def test_a_request_needs_exactly_one_host_header() -> None:
+async def test_a_request_to_the_admin_port_needs_exactly_one_host_header() -> None:
     async with port() as here:
         for hosts in (b"", b"host: localhost\r\nhost: rebound.example\r\n"):
             request = b"GET /api/v1/state HTTP/1.1\r\nconnection: close\r\n" + hosts + b"\r\n"

@@ -103,7 +103,7 @@ def test_a_decoded_cursor_has_the_parts_that_were_encoded(number: int, tag: floa
 
 
 @given(st.text(max_size=60))
-def test_arbitrary_text_is_a_bad_cursor(text: str) -> None:
+def test_arbitrary_text_is_refused_as_a_page_cursor(text: str) -> None:
     with pytest.raises(BadCursor, match="leave it out"):
         decode_cursor(text, views.OF_FLOWS)
 

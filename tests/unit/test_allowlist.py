@@ -56,7 +56,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("method", "path", "kind", "model"), SERVED)
-def test_the_apis_of_engines_reach_a_model_server(method: str, path: str, kind: str, model: str) -> None:
+def test_paths_of_the_apis_of_engines_reach_a_server(method: str, path: str, kind: str, model: str) -> None:
     way = PATHS.way(method.encode(), path.encode())
     assert way is not None
     assert (way.kind, way.model) == (kind, model)
@@ -163,7 +163,7 @@ CONFIGURED = [
 
 
 @pytest.mark.parametrize(("entry", "method", "path", "kind", "model"), CONFIGURED)
-def test_the_configuration_adds_allowed_paths(
+def test_the_configuration_can_allow_further_paths(
     entry: str, method: str, path: str, kind: str, model: str
 ) -> None:
     extra = parse({"extproc": {"paths": [entry]}}).extproc.paths

@@ -66,7 +66,7 @@ def completion(endpoint: str, seen: Seen) -> Completion:
 
 
 def chat(dice: random.Random) -> Seen:
-    """A good server's answer: a stream, or JSON with usage; rarely of one token, or to a bad request."""
+    """A good server's answer: a stream, or JSON with usage; rarely one token, or the refusal of a request."""
     if dice.random() < 0.02:
         return Seen(400, JSON, 150, 0.003, None)
     tokens = 1 if dice.random() < 0.01 else int(dice.lognormvariate(4.5, 1.0)) + 1
@@ -229,7 +229,7 @@ def test_a_failure_that_is_already_known_is_not_compared() -> None:
         assert {pool.comparison.compare(known, pool._tokens[0]) for _ in range(20)} == {known}
 
 
-def test_memory_is_bounded_whatever_paths_clients_send() -> None:
+def test_memory_for_compared_answers_is_bounded_whatever_paths_clients_send() -> None:
     comparison = AnswerComparison(most_endpoints=100)
     token = accounting_token.signed("f\t1\t1.0\t1.0\t\t3\tllama\te\t0", "r", KEYS)
     for number in range(2000):

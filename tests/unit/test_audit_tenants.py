@@ -197,7 +197,7 @@ WEIGHTS = {"acme": 3.0, "acme/search": 2.0, "acme/search/k2": 4.0, "umbrella": 1
 
 
 class TreeQueue(Log):
-    """A tree of tenants in one band, served by hierarchical start-time fair queueing. Each class below breaks
+    """A tree of tenants in one band, served by hierarchical start-time fair queueing. Each subclass breaks
     one rule."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ async def decoded(text: bytes, encodings: str, budget: BodyBudget | None = None)
 
 
 @given(st.binary(max_size=5000), st.sampled_from(sorted(PACK)), st.integers(1, 300))
-async def test_each_content_encoding_is_decoded(text: bytes, name: str, times: int) -> None:
+async def test_a_body_of_each_known_content_encoding_is_decoded(text: bytes, name: str, times: int) -> None:
     assert await decoded(PACK[name](text * times), name) == text * times
 
 

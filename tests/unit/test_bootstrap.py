@@ -95,7 +95,7 @@ def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_real_envoy_accepts_each_modes_bootstrap(mode: Mode, tmp_path: Path) -> None:
-    # Fleets of tests/fleet run on bootstraps without these options.
+    # Fleets of tests/fleet cover bootstraps without the options given here.
     assert_envoy_accepts(to_yaml(built(mode, TENANTS, debug_headers=True, client_rate=50)), tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_a_setting_takes_effect_in_envoys_bootstrap(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_retries_avoid_a_dead_replica(mode: Mode) -> None:
+def test_envoys_retries_avoid_a_dead_replica(mode: Mode) -> None:
     retry = parts(built(mode))["service"]["retryPolicy"]
     assert {"reset", "connect-failure"} <= set(retry["retryOn"].split(","))
     # A dead replica has the fewest streams: of two replicas, Envoy draws the dead one three times in four.
@@ -293,7 +293,7 @@ def removed(tree: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steering_headers_are_removed_unless_trusted(mode: Mode) -> None:
+def test_envoy_removes_steering_headers_unless_they_are_trusted(mode: Mode) -> None:
     objective = {"x-gateway-inference-objective", "x-llm-d-inference-objective"}
     names = objective | {"x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite"}
     assert names <= removed(built(mode))
@@ -344,7 +344,7 @@ def test_with_tenants_envoy_removes_untrusted_headers_and_sends_limits(mode: Mod
     assert "x-tenant" not in removed(built(mode, TENANTS, trusted=("x-tenant",)))
     limits = {"x-ratelimit-remaining-tokens", "anthropic-ratelimit-tokens-reset", "x-picker-demoted"}
     assert not limits & {*plain["routes"].get("responseHeadersToRemove", ())}
-    if mode != "standard":  # in `standard` the picker removes these headers
+    if mode != "standard":  # in `standard` the picker removes limit headers
         assert limits <= {*found["routes"]["responseHeadersToRemove"]}
     if mode == "lean":
         assert limits <= {*at(found, TO_CLIENT)}
@@ -361,7 +361,7 @@ def test_the_client_rate_option_limits_requests_per_client_address(mode: Mode) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
+def test_a_configured_metadata_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
     own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
     # The default bootstrap with its namespace replaced, except in the subset hint.
     default = yaml.safe_dump(built(mode, debug_headers=True))
@@ -370,7 +370,7 @@ def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> N
     assert yaml.safe_load(text) == own
 
 
-def test_mode_http_needs_the_address_of_its_port(command: Command) -> None:
+def test_the_bootstrap_for_mode_http_needs_the_address_of_the_http_port(command: Command) -> None:
     command("--mode", "http", status=2)
 
 

@@ -308,7 +308,7 @@ async def test_an_empty_token_file_counts_as_no_token_until_a_token_is_written(t
         assert (tokens.find(b"s3cret-!") is not None, tokens.needed) == (found, True)
 
 
-def test_a_missing_token_file_prevents_the_start(tmp_path: Path) -> None:
+def test_a_missing_token_file_prevents_the_start_of_a_replica(tmp_path: Path) -> None:
     settings = parse({"admin": {"tokens": [{"file": str(tmp_path / "missing"), "role": "viewer"}]}})
     with pytest.raises(StartupError, match="missing"):
         Tokens(settings.admin)

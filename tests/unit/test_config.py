@@ -270,7 +270,7 @@ def test_contradictory_values_are_reported_in_one_line_that_names_the_section(
     assert "\n" not in message
 
 
-def test_scorers_are_a_list_or_a_mapping() -> None:
+def test_the_configuration_takes_scorers_as_a_list_or_as_a_mapping() -> None:
     listed = [{"name": "kv-cache"}, {"name": "random", "weight": 2}]
     for form in (listed, {"kv-cache": 1, "random": 2}):
         assert parse({"scheduling": {"scorers": form}}).scheduling.scorers == {"kv-cache": 1, "random": 2}
@@ -351,7 +351,7 @@ REPEATING: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("text", "variables"), REPEATING, ids=str)
-def test_a_faults_message_repeats_no_secret(tmp_path: Path, text: str, variables: dict[str, str]) -> None:
+def test_a_configuration_error_shows_no_secret(tmp_path: Path, text: str, variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, text), variables)
     assert SECRET not in str(caught.value)

@@ -105,7 +105,7 @@ async def test_an_endpoint_entry_may_name_its_metrics_page() -> None:
             listed(json.dumps([{**entry, key: value}]))
 
 
-# Role -> the stages of an endpoint with that role, in a pool where others only prefill and only encode.
+# Role -> stages of an endpoint with this role, if other endpoints of the pool only prefill and only encode.
 ROLES = {
     "": "decode", "decode": "decode", "prefill-decode": "decode prefill", "both": "decode prefill",
     "encode-prefill-decode": "decode prefill encode", "encode-decode": "decode encode", "prefill": "prefill",
@@ -212,7 +212,7 @@ async def test_a_startup_error_names_an_unusable_file(tmp_path: Path, file: str,
     assert content is not None or "cannot be read" in str(caught.value)
 
 
-async def test_parsing_a_file_may_take_longer_than_reading_it(
+async def test_parsing_an_endpoints_file_may_take_longer_than_the_time_limit_for_reading_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_READ_S", 0.5)
@@ -359,6 +359,6 @@ async def test_an_address_given_as_the_dns_name_becomes_the_endpoint(name: str, 
         assert await reports.next() == [address]
 
 
-async def test_localhost_is_looked_up_by_the_system() -> None:
+async def test_dns_discovery_lets_the_system_look_up_localhost() -> None:
     async with reported(DnsSource("localhost", 8000)) as reports:
         assert "127.0.0.1:8000" in await reports.next()

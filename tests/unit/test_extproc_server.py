@@ -404,7 +404,7 @@ UNKNOWN = [
 ]
 
 
-async def test_unknown_methods_are_unimplemented(fleet: Replica) -> None:
+async def test_a_call_of_an_unknown_grpc_method_gets_the_status_unimplemented(fleet: Replica) -> None:
     for path in UNKNOWN:
         streamed = fleet.channel.stream_stream(path)()
         with pytest.raises(grpc.aio.AioRpcError) as fault:
@@ -415,7 +415,7 @@ async def test_unknown_methods_are_unimplemented(fleet: Replica) -> None:
     assert await fleet.health("") == SERVING
 
 
-async def test_a_malformed_health_check_is_an_invalid_argument(fleet: Replica) -> None:
+async def test_a_malformed_health_check_gets_the_status_invalid_argument(fleet: Replica) -> None:
     ask = fleet.channel.unary_unary("/grpc.health.v1.Health/Check")
     with pytest.raises(grpc.aio.AioRpcError) as fault:
         await ask(b"\xff\xff", timeout=10)

@@ -362,7 +362,7 @@ async def test_a_message_in_any_number_of_frames_arrives_whole_and_leaves_the_by
                 assert await peer.data(1) == data
 
 
-async def test_padding_is_not_part_of_a_message() -> None:
+async def test_padding_of_http2_frames_is_not_part_of_a_message() -> None:
     async with serving() as server, server.peer() as peer:
         await peer.send(peer.request(1, b"\x02" + ASK + b"xx", frames.PADDED | END_STREAM))
         assert await peer.data(1) == ASK
@@ -513,7 +513,7 @@ async def test_a_changed_initial_window_size_applies_to_open_streams_too() -> No
         assert await peer.data(1) == ASK
 
 
-async def test_thousands_of_streams_wait_on_one_connection() -> None:
+async def test_thousands_of_streams_can_wait_on_one_connection() -> None:
     handler, ids = Held(), range(1, 6001, 2)
     async with serving(handler) as server, server.peer() as peer:
         for stream in ids:

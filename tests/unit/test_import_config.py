@@ -112,7 +112,7 @@ def test_the_value_zero_in_an_endpoint_picker_config_sets_no_limit() -> None:
 @pytest.mark.parametrize(
     ("text", "capacity"), [("1Ki", 1024), ("1e3", 1000), ("1500m", 2), ("1Ti", 100_000), (7, 7)]
 )
-def test_a_limit_may_be_any_kubernetes_quantity(text: object, capacity: int) -> None:
+def test_an_imported_limit_may_be_any_kubernetes_quantity(text: object, capacity: int) -> None:
     result = imported(flowControl={"maxRequests": text})
     assert parse(result.tree).fair_request_queue.total_capacity == capacity
     assert ("is the maximum here" in "".join(result.remarks)) == (text == "1Ti")
@@ -337,7 +337,7 @@ def test_remarks_name_keys_that_are_not_strings_like_other_keys() -> None:
     assert "plugins: parameters of queue-scorer (1, a) have no counterpart" in remarks
 
 
-def test_the_command_prints_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_import_prints_a_valid_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plugins.yaml"
     assert cli.main(["import-config", str(file)]) == 2
     assert capsys.readouterr().err == f"{file}: No such file or directory\n"

@@ -173,7 +173,7 @@ def test_a_malformed_file_is_refused_with_the_place_at_fault(trees: list[Any], f
         imported(trees)
 
 
-def test_the_command_reads_several_files_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_import_reads_several_files_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, teams = tmp_path / "config.yaml", tmp_path / "teams.json"
     config.write_text(CONFIG)
     teams.write_text(json.dumps(TEAMS))

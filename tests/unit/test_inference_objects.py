@@ -117,7 +117,7 @@ def test_rewrites_precede_configured_targets_and_no_target_is_rewritten_again(
     assert ask(use(gate, rewrite("r", "1", *rules)), "m")[0] == target
 
 
-def test_the_fault_names_a_cycle_of_rewrites() -> None:
+def test_the_fault_names_the_models_in_a_cycle_of_rewrites() -> None:
     first = rewrite("first", "1", rule({"b": 1, "a": 9}, "a"))
     second = rewrite("second", "2", rule({"c": 1}, "b"))
     assert cycles([first, second]) == {}, "a model may keep a share of its own requests"

@@ -181,7 +181,7 @@ def test_a_malformed_form_is_refused_and_the_fault_named(text: bytes, content_ty
         st.tuples(st.sampled_from(["name=model", 'name="f"; filename=x']), st.binary(max_size=30)), max_size=4
     )
 )
-def test_any_random_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
+def test_every_random_form_is_either_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
     with contextlib.suppress(BadRequest):
         read = read_body(form(*fields), Way("inference", "form"), MULTIPART)
         models = [value for about, value in fields if about == "name=model" and b"\r\n--b" not in value]
@@ -220,7 +220,7 @@ def test_a_request_without_a_model_is_refused_unless_its_pool_has_one(served: tu
     assert intake.request(unknown, {}, subset=None, trusted=False).model == "unnamed"
 
 
-# Malformed bodies by error message and name of the case.
+# Error message -> name of the case -> malformed body.
 BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
     "not valid JSON": {
@@ -585,7 +585,7 @@ def test_a_lone_surrogate_at_the_end_of_a_long_prompt_keeps_its_prefix_hashes() 
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
-def test_any_random_body_is_read_or_refused(body: bytes) -> None:
+def test_every_random_body_is_either_read_or_refused(body: bytes) -> None:
     with contextlib.suppress(BadRequest):
         read = read_body(body)
         assert read.body.values.get("model") is None or json.loads(read.renamed("t"))["model"] == "t"

@@ -193,7 +193,7 @@ def test_the_manifests_for_an_inferencepool_agree_with_each_other() -> None:
 
 
 @pytest.mark.timeout(540)
-def test_the_rendered_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
+def test_the_rendered_helm_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     secret = {"name": "PICKER_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
     values = {
         "replicas": 5,

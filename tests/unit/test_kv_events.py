@@ -113,7 +113,7 @@ def test_an_engine_that_floods_its_reader_takes_bounded_memory() -> None:
 
 
 @pytest.mark.parametrize("of_an_event", [1, 3000])
-def test_a_large_batch_is_read_in_pieces(of_an_event: int) -> None:
+def test_a_large_batch_of_kv_events_is_read_in_pieces(of_an_event: int) -> None:
     blocks, ids = EngineBlocks(), tokens(3000)
     names = [range(3000)[at : at + of_an_event] for at in range(0, 3000, of_an_event)]
     events = (
@@ -142,7 +142,7 @@ odd_events = st.fixed_dictionaries(
 
 
 @given(st.binary(max_size=40) | (anything | odd_events).map(lambda each: msgspec.msgpack.encode([0, [each]])))
-def test_a_malformed_batch_raises_only_value_errors(payload: bytes) -> None:
+def test_a_malformed_batch_of_kv_events_raises_only_value_errors(payload: bytes) -> None:
     with contextlib.suppress(ValueError):
         list(EngineBlocks().read(payload))
 
@@ -289,7 +289,7 @@ async def reading(engine: Engine, listener: Any, address: str = A) -> AsyncItera
         yield reader
 
 
-async def test_a_reader_that_begins_late_gets_the_past_batches_first() -> None:
+async def test_a_reader_of_kv_events_that_begins_late_gets_the_past_batches_first() -> None:
     links, listener = token_links(tokens(3), SIZE), Listener()
     async with publishing() as engine:
         await engine.publish(batch(stored([1, 2], tokens(2))))
@@ -300,7 +300,7 @@ async def test_a_reader_that_begins_late_gets_the_past_batches_first() -> None:
     assert listener.losses == 1, "at the end"
 
 
-async def test_a_reader_needs_no_past_batches() -> None:
+async def test_a_reader_of_kv_events_works_without_past_batches() -> None:
     listener = Listener()
     async with publishing() as engine, reading(engine, listener):
         engine.forget()

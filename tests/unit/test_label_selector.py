@@ -32,7 +32,7 @@ POD = {"llm-d.ai/role": "prefill", "gpu": "h100", "empty": ""}
     "all requirements but one": ("gpu=h100,zone", False),
     "a label named in": ("in", False),
 })  # fmt: skip
-def test_a_selector_selects_as_in_kubernetes(text: str, selected: bool) -> None:
+def test_a_label_selector_selects_as_in_kubernetes(text: str, selected: bool) -> None:
     assert selects(label_selector(text), POD) is selected
 
 
@@ -41,6 +41,6 @@ def test_a_selector_selects_as_in_kubernetes(text: str, selected: bool) -> None:
     ["", " ", ",", "a=b,", "a=b c=d", "a in b", "a in (b", "a in (b,c) d", "a ! b", "a=(b)", "-a", "a=-b",
      "!a=b", "a>1", "UPPER.case/a=b", "a in (b;c)", "é=b"],
 )  # fmt: skip
-def test_a_text_that_is_no_selector_is_refused_and_the_place_named(text: str) -> None:
+def test_the_refusal_of_an_invalid_label_selector_names_the_place_of_the_fault(text: str) -> None:
     with pytest.raises(ValueError, match="no label selector at"):
         label_selector(text)

@@ -130,7 +130,7 @@ def test_a_full_kv_cache_ends_the_doubling_and_the_limit_settles_where_requests_
     assert all(19 <= limit <= 21 for limit in limits[20:])
 
 
-def test_a_preemption_lowers_the_limit() -> None:
+def test_a_preemption_in_an_engine_lowers_its_limit() -> None:
     engine = Engine(32)
     pool = Pool({A: engine})
     pool.run(20)
@@ -141,7 +141,7 @@ def test_a_preemption_lowers_the_limit() -> None:
     assert "preempted" in pool.reason()
 
 
-def test_a_refused_request_lowers_the_limit() -> None:
+def test_a_request_refused_by_an_engine_lowers_its_limit() -> None:
     controller = LimitController(least=1, most=100, initial=20)
     for refusals in (0, 3):
         controller.look(float(refusals), {A: Observation(16, None, refusals)}, waiting=True)
@@ -186,7 +186,7 @@ def test_no_limit_grows_until_a_latency_objective_is_missed() -> None:
     assert "predicted TTFT" in pool.reason()
 
 
-def test_configured_bounds_hold_every_limit() -> None:
+def test_every_limit_stays_within_the_configured_bounds() -> None:
     pool = Pool({A: Engine(100)}, controller=LimitController(least=4, most=20, initial=8))
     assert pool.run(20)[-1] == {A: 20}
     pool.controller.configure(least=4, most=12, initial=8)

@@ -101,7 +101,7 @@ async def test_a_limit_that_redis_refused_to_store_is_stored_later(monkeypatch: 
     assert await leader.look() == 32
 
 
-async def test_limits_of_the_former_unit_are_not_used() -> None:
+async def test_stored_limits_in_the_former_unit_are_not_used() -> None:
     store = storing(9000)
     store.found = {A: msgspec.structs.replace(store.found[A], unit="tokens")}
     assert await Leader(store).look() == 8

@@ -141,7 +141,7 @@ def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
     assert live_config.applied(CONFIGURED, changes).settings == CONFIGURED
 
 
-def test_changing_one_weight_keeps_the_others() -> None:
+def test_changing_the_weight_of_one_band_keeps_the_other_weights() -> None:
     changes = changed({"weights": {"a": 1, "b": 2}}, {"weights": {"b": None, "c": 3}})
     assert live_config.overrides(CONFIGURED, changes) == {"weights": {"a": 1, "c": 3}}
 

@@ -81,7 +81,7 @@ BAD_USAGE = {
 
 
 @pytest.mark.parametrize(("words", "said"), BAD_USAGE.items(), ids=BAD_USAGE)
-def test_wrong_arguments_end_with_exit_status_2(
+def test_wrong_arguments_of_picker_load_end_with_exit_status_2(
     words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     try:
@@ -93,7 +93,7 @@ def test_wrong_arguments_end_with_exit_status_2(
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_each_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> None:
+def test_each_load_scenario_has_a_valid_configuration(name: str, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
     settings = OwnFleet(scenario, UpOptions(3, 4, "lean", SimOptions()), tmp_path, Report()).settings
     assert settings.decision_log.enabled
@@ -321,7 +321,7 @@ async def test_a_closed_loop_ends_after_the_last_answers_when_its_block_ends() -
 
 
 @given(seed=st.integers(0, 1000))
-def test_a_mixed_request_is_short_enough_for_a_retry_by_envoy(seed: int) -> None:
+def test_a_request_of_the_scenario_mixed_is_short_enough_for_a_retry_by_envoy(seed: int) -> None:
     request = generator.mixed_request(random.Random(seed), seed)
     body = request.body()
     assert len(body) <= generator.LONGEST_BODY_BYTES
@@ -420,7 +420,7 @@ NO_CONNECTION = answer("client-1", status=0, first_s=None, head_s=None, fault="n
     "one failure": [run(answers=(NO_CONNECTION,))],
     "one sample": [replace(run(samples=(sample(0.1),)), interrupted=True)],
 })  # fmt: skip
-def test_every_run_has_a_report(evidence: result.RunResult, tmp_path: Path) -> None:
+def test_every_load_run_has_a_report(evidence: result.RunResult, tmp_path: Path) -> None:
     summary, page = written(evidence, tmp_path)
     assert summary["counts"]["sent"] == evidence.sent
     assert ("**interrupted**" in page) is evidence.interrupted

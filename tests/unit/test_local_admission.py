@@ -116,7 +116,7 @@ def ended_in(ledger: Ledger) -> list[str]:
 def test_the_end_of_a_request_releases_its_cost_only_once() -> None:
     ledger, token = in_outage(), accounting_token.write(ask(cost=7.0), E1)
     assert [end(ledger, "before", token) for _ in range(2)] == [7.0, None]
-    # A request that was placed here needs no accounting token.
+    # The end of a request that this replica placed needs no accounting token.
     place(ledger, "here", token, E2, cost=5.0)
     assert end(ledger, "here", "") == 5.0
     # The end of a request that never ran releases nothing.
@@ -126,7 +126,7 @@ def test_the_end_of_a_request_releases_its_cost_only_once() -> None:
     withdraw(ledger, "back")
     assert end(ledger, "back", token) is None
     assert ledger.in_flight(0.0) == []
-    # Another replica places a request that was withdrawn here.
+    # Another replica places a request that this replica has withdrawn.
     place(ledger, "redriven", token)
     withdraw(ledger, "redriven")
     before = ended_in(ledger)
@@ -154,7 +154,7 @@ def test_the_journal_has_all_running_and_all_ended_requests() -> None:
     end(ledger, "over", token)
     end(ledger, "over-too", token)
     ledger.see(Alive("over-too", E3, token))  # a late report that the ended request runs
-    # If this replica has not seen a request running lately, another one may have received the end.
+    # If this replica has not seen a request running lately, another replica may have received its end.
     assert [(it.id, it.attempt, it.served, it.token, it.seen_s) for it in ledger.in_flight(7.0)] == [
         ("new", "9", "", token, 8.0),
         ("theirs", None, E3, token, 9.0),

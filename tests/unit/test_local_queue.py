@@ -59,7 +59,7 @@ ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]],
         "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
     "the earliest deadline": (
         {"ordering": "edf"}, [("late", {"ttl_s": 30.0}, 0.0), ("soon", {"ttl_s": 5.0}, 0.0)], "soon late"),
-    "wait and criticality": (  # scores: `old` 0.4 * 59/60 + 0.08, `high` 0.4 * 9/60 + 0.4
+    "wait and criticality": (  # `old` scores 0.4 * 59/60 + 0.08, `high` 0.4 * 9/60 + 0.4
         {"ordering": "workload-aware"},
         [(name, {"workload": Workload(name, criticality), "ttl_s": 300.0}, arrived_s)
          for name, criticality, arrived_s in (("old", 1, 0.0), ("low", 1, 50.0), ("high", 5, 50.0))],
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
 
 
-def test_capacities_are_divided_among_replicas() -> None:
+def test_queue_capacities_are_divided_among_replicas() -> None:
     for live, parts in ((1, (100, 2)), (3, (33, 1))):
         policy = rules(live, total_capacity=100, flow_capacity=2).policy
         assert (policy.total_capacity, policy.flow_capacity) == parts

@@ -32,7 +32,7 @@ def wav(seconds: int) -> bytes:
 
 
 MP3 = b"\xff\xfb\x90\x00" + bytes(160_000 - 4)  # 128 kbit/s
-# For each case: the file, its tokens. Images have 10 times 20 squares of 28 pixels.
+# Each case has a file and its tokens. Images are 10 x 20 squares of 28 x 28 pixels.
 FILES: dict[str, tuple[bytes, float]] = {
     "PNG": (png(280, 560), 200),
     "a small PNG": (png(10, 10), 4),
@@ -109,7 +109,7 @@ def test_media_among_thousands_of_objects_are_not_searched_for() -> None:
 
 
 @given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))
-def test_any_random_file_has_a_valid_cost(head: bytes, rest: bytes) -> None:
+def test_any_random_media_file_has_a_valid_cost(head: bytes, rest: bytes) -> None:
     for data in (
         base64.b64encode(head + rest).decode(),
         base64.b64encode(head).decode() + "=?ü" + repr(rest),

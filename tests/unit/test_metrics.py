@@ -106,7 +106,7 @@ QUEUE_EVENTS: list[tuple[str, tuple[Any, ...], dict[str, float]]] = [
 ]  # fmt: skip
 
 
-def test_queue_events_have_the_specified_names() -> None:
+def test_metrics_of_queue_events_have_the_specified_names() -> None:
     metrics, expected = Metrics(), {}
     for call, arguments, found in QUEUE_EVENTS:
         getattr(metrics, call)(*arguments)

@@ -361,7 +361,7 @@ async def test_after_a_pause_of_the_replica_a_failed_call_is_repeated() -> None:
     assert bench.gate.failover.state is FailoverState.SHARED
 
 
-async def test_a_replica_that_lost_its_core_for_a_moment_sends_no_age() -> None:
+async def test_a_replica_that_lost_its_cpu_core_for_a_moment_sends_no_request_age() -> None:
     # Two requests reach Redis 9 ms and 20 ms after the replica.
     bench = Bench(clock=lambda: 100.0)
     for age_s in (0.009, 0.02):
@@ -759,7 +759,7 @@ async def test_after_a_pause_a_replica_uses_its_budget_only_if_no_peer_has_used_
 
 
 @pytest.mark.parametrize("redis", ["answers", "is away"])
-async def test_a_shutdown_refuses_waiting_and_later_requests(redis: str) -> None:
+async def test_a_replica_that_shuts_down_refuses_waiting_and_later_requests(redis: str) -> None:
     bench = Bench(FULL)
     if redis == "answers":
         waiting = await bench.wait_in_redis("r")

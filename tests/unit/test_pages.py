@@ -227,7 +227,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def test_links_on_pages_have_existing_targets() -> None:
+def test_links_on_documentation_pages_have_existing_targets() -> None:
     for page in LINKED:
         for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
             if "://" not in target:
@@ -240,7 +240,7 @@ FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)(?:::(\w+
 EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # these paths are not in the repository
 
 
-def test_files_and_tests_that_a_page_names_exist() -> None:
+def test_files_and_tests_that_a_documentation_page_names_exist() -> None:
     for page in LINKED:
         for path, test in FILE.findall(page.read_text(encoding="utf-8")):
             assert path in EXAMPLES or (ROOT / path).exists(), (page.name, path)
@@ -259,7 +259,7 @@ def test_sections_of_pages_that_the_code_cites_exist() -> None:
         assert re.search(rf"^(#+ |\*\*){re.escape(title)}", text_of(page), re.MULTILINE), f"{page}: {title}"
 
 
-def test_settings_that_a_page_names_exist() -> None:
+def test_settings_that_a_documentation_page_names_exist() -> None:
     for page in PAGES:
         named = {key.replace("[]", "") for key in KEY.findall(page.read_text(encoding="utf-8"))}
         assert named, page.name

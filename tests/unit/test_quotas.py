@@ -110,7 +110,7 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
 
 
 @given(st.datetimes(datetime.datetime(1970, 1, 1), datetime.datetime(2199, 12, 31)))
-def test_a_period_ends_where_the_next_begins(time: datetime.datetime) -> None:
+def test_a_budgets_period_ends_where_the_next_period_begins(time: datetime.datetime) -> None:
     now_ms = (time - datetime.datetime(1970, 1, 1)) // datetime.timedelta(milliseconds=1)
     for name in ("day", "week", "month"):
         number, left_ms = period_of(name, now_ms)

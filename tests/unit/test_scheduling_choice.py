@@ -267,7 +267,7 @@ def shown(
     }  # fmt: skip
 
 
-def test_the_explanation_includes_candidates_beyond_the_limit() -> None:
+def test_the_explanation_of_a_choice_includes_candidates_beyond_the_limit() -> None:
     found = explained(ranking(), ("b", "a"), "1,")
     candidates = [
         shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
@@ -288,7 +288,7 @@ def test_the_explanation_includes_candidates_beyond_the_limit() -> None:
     "two rankings of 15 figures fit": ({"max_values": 30}, "123", "23"),
     "a ranking above the limit is kept alone": ({"max_values": 1}, "1", "1"),
 })  # fmt: skip
-def test_only_the_latest_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
+def test_only_the_latest_choices_keep_explanations(limits: dict[str, int], asked: str, kept: str) -> None:
     cache = ExplanationCache(**limits)
     for request_id in asked:
         cache.add(request_id, ranking(), ("b",))

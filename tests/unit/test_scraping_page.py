@@ -193,7 +193,7 @@ def lora(running: str, waiting: str, value: float, **labels: str) -> str:
         "".join(lora(f"a{at}", "", at) for at in range(1001)), "a1000", ""
     ),
 })  # fmt: skip
-def test_the_adapters_of_all_engines_count(lines: str, active: str, waiting: str) -> None:
+def test_the_adapters_of_all_engines_on_a_metrics_page_count(lines: str, active: str, waiting: str) -> None:
     assert read(f"run 1\nqueue 2\n{lines}") == EndpointMetrics(5, 2.0, 1.0, **adapters(4, active, waiting))
 
 
@@ -297,6 +297,6 @@ def test_the_aggregation_of_series_by_label_is_configurable() -> None:
     **{f"a series {name!r}": ({"series": {"waiting": name}}, "no name") for name in ("", "9a")},
     **{f"a path {at!r}": ({"series": {"path": at}}, "no path") for at in ("metrics", "/a b", "/a\r\nX: y")},
 })  # fmt: skip
-def test_an_invalid_engine_raises_a_configuration_error(settings: dict[str, Any], said: str) -> None:
+def test_an_invalid_engine_setting_raises_a_configuration_error(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         Scraping(**settings)

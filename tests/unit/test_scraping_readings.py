@@ -44,7 +44,7 @@ def readings(draw: st.DrawFn) -> EndpointMetrics:
 
 
 @given(readings(), st.integers(0, 2**41))
-def test_a_reading_survives_encoding_and_decoding(reading: EndpointMetrics, shift_ms: int) -> None:
+def test_an_endpoints_reading_survives_encoding_and_decoding(reading: EndpointMetrics, shift_ms: int) -> None:
     assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 

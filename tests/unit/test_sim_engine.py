@@ -105,7 +105,7 @@ BAD_CONTENTS = [{"role": "user", "content": content} for content in (7, ["x"], [
 @pytest.mark.parametrize(
     "messages", [None, [], "hi", ["hi"], [{"content": "hi"}], *([m] for m in BAD_CONTENTS)]
 )
-def test_malformed_chat_messages_are_refused(messages: object) -> None:
+def test_the_simulated_server_refuses_malformed_chat_messages(messages: object) -> None:
     with pytest.raises(ApiError) as refused:
         chat(messages=messages)
     assert (refused.value.status, refused.value.param) == (400, "messages")
@@ -234,7 +234,7 @@ def test_a_step_decodes_and_prefills_prompts_in_chunks_within_its_budget() -> No
     third = engine.begin_step(10)
     assert third.tokens == {short: 1, long: 4, last: 5}
     assert engine.end_step(third) == [short, long, last]
-    # By the published figures: a base time, and times for a sequence, a token of its context, one of prompts.
+    # Published figures: the base time of a step, and times per sequence, token of context, token of prompts.
     assert step_s(second) == pytest.approx(19.56e-3 + 50.6e-6 + 3 * 0.494e-6 + 9 * 150.5e-6)
 
 

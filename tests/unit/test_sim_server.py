@@ -100,7 +100,7 @@ def ask(**keys: object) -> dict[str, object]:
     return {"model": "llama", "prompt": "tell me", **keys}
 
 
-async def test_the_official_client_gets_whole_answers() -> None:
+async def test_the_official_openai_client_gets_whole_answers_from_the_simulated_server() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
         completion = await api.completions.create(model="llama", prompt="tell me more", max_tokens=5)
         answer = await api.chat.completions.create(model="llama", messages=HI, max_completion_tokens=7)

@@ -74,7 +74,7 @@ def test_a_few_requests_take_the_slower_choice_and_more_while_its_time_is_unknow
     assert not decide(2000, None, times, None).explores, "an answer that is no stream teaches nothing"
 
 
-def test_the_decision_is_explained_in_words() -> None:
+def test_the_decision_whether_to_split_a_request_is_explained_in_words() -> None:
     assert str(decide(3100, None, KNOWN, never)) == (
         "split: 3100 uncached tokens, whole 1.00 s and 0.90 s for each of 4 answers, split 0.80 s"
     )
@@ -174,7 +174,7 @@ def test_a_prefill_endpoint_near_the_decode_endpoint_is_preferred(zone: str, nea
     assert {address for address in scores if scores[address] > 0} == ({near} if near else set())
 
 
-def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
+def test_threshold_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     staged = Staged(monkeypatch, "auto")
@@ -229,7 +229,7 @@ def test_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     assert staged.chooser.shortfall_s(slow, 2.0) == pytest.approx(1.1, rel=0.3)
 
 
-def test_settings_for_stages_reach_the_chooser() -> None:
+def test_the_configured_settings_for_stages_reach_the_chooser() -> None:
     scheduling = fleet_with("queue-depth", "kv-cache", "prefix-affinity").config.settings.scheduling
     assert scheduling.prefill_weights == {"queue-depth": 1, "prefix-affinity": 1}
     own = parse({"scheduling": {"stages": {"prefill": {"scorers": {"random": 1}}}}}).scheduling
@@ -242,7 +242,7 @@ def test_settings_for_stages_reach_the_chooser() -> None:
     "all endpoints do both": (4, 4, True, "long-strict", 2.9),
     "all do both and have full KV caches": (4, 4, True, "long-relaxed", 13.0),
 })  # fmt: skip
-def test_auto_has_nearly_the_goodput_of_the_best_threshold(
+def test_threshold_auto_has_nearly_the_goodput_of_the_best_fixed_threshold(
     prefill: int, decode: int, both: bool, case: str, rate: float
 ) -> None:
     """Uses simulated engines whose steps take the times measured for vLLM with OPT-13B."""

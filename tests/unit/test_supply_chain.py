@@ -19,7 +19,7 @@ def test_every_locked_package_has_hashes_of_its_files(lock: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Makefile", "Dockerfile"])
-def test_every_installation_from_the_index_wants_hashes(name: str) -> None:
+def test_every_installation_from_the_index_requires_hashes(name: str) -> None:
     installs = re.findall(r"(?:pip|\$\(INSTALL\))[^\n]* (?:install|--).*", (ROOT / name).read_text())
     from_index = [each for each in installs if "--requirement" in each]
     assert len(from_index) >= 3

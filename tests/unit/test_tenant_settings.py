@@ -97,7 +97,7 @@ def tree(*nodes: dict[str, Any]) -> Tree:
     "a price below 0": ({"prices": {"llama": {"prompt": -1}}}, "tenants.prices.llama.prompt: "),
     "nodes twice": ({"nodes": [node()], "file": "nodes.yaml"}, "tenants: give one of nodes, file"),
 })  # fmt: skip
-def test_a_fault_in_tenants_names_the_node(section: dict[str, Any], told: str) -> None:
+def test_the_error_for_invalid_tenants_names_the_node(section: dict[str, Any], told: str) -> None:
     assert told in fault({"tenants": section})
 
 
@@ -205,7 +205,7 @@ OF_ANTHROPIC = {
 }  # fmt: skip
 
 
-def test_limits_are_shown_in_the_form_that_each_vendors_clients_read() -> None:
+def test_tenants_limits_are_shown_in_the_form_that_each_vendors_clients_read() -> None:
     assert quota_headers(QUOTA, is_anthropic=False, now_s=1.0) == OF_OPENAI
     assert quota_headers(QUOTA, is_anthropic=True, now_s=1.0) == OF_ANTHROPIC
     assert {*OF_OPENAI, *OF_ANTHROPIC} == {*NAMES}
@@ -228,7 +228,7 @@ async def test_a_reset_beyond_the_calendar_is_still_shown(path: str, told: str) 
 
 
 @pytest.mark.parametrize("text", ["", "tokens=1", "tokens=1,2,-3", "pages=1,2,3", "tokens=a,b,c;x"])
-def test_a_malformed_quota_is_not_shown(text: str) -> None:
+def test_a_malformed_quota_is_not_shown_to_the_client(text: str) -> None:
     assert quota_headers(text, is_anthropic=False, now_s=0.0) == {}
 
 
@@ -321,7 +321,7 @@ def test_a_client_that_leaves_before_the_usage_pays_for_the_stream_that_it_got()
 
 
 def reported(end: Completion, *, has_tenants: bool) -> object:
-    """The usage that the report of an end has."""
+    """The usage in the report of a request's end."""
     store, others = Mock(), {name: Mock() for name in ("metrics", "endpoints", "chooser")}
     reports = Reports(
         store, Mock(), **others, counts_tokens=False, has_tenants=has_tenants, are_places_awaited=bool
@@ -357,7 +357,7 @@ def nodes_of(shared: Nodes, *nodes: dict[str, Any]) -> TenantNodes:
     return TenantNodes(cast(Store, shared), parse({"tenants": {"nodes": nodes}}))
 
 
-async def test_the_leader_alone_publishes_the_nodes_that_have_changed() -> None:
+async def test_the_leader_alone_publishes_the_tenants_nodes_that_have_changed() -> None:
     shared = Nodes()
     own = nodes_of(shared, *(node(f"a{number}", weight=2) for number in range(1200)))
     await own.publish(FOLLOWER)
@@ -377,13 +377,13 @@ async def test_the_leader_alone_publishes_the_nodes_that_have_changed() -> None:
     assert "b" not in shared.hashes["tenants"]
 
 
-async def test_without_tenants_nothing_is_published_or_read() -> None:
+async def test_without_tenants_no_nodes_are_published_or_read() -> None:
     nodes = TenantNodes(cast(Store, Mock(spec=())), parse({}))
     await nodes.publish(LEADER)
     assert await nodes.follow("1") is None
 
 
-async def test_replicas_follow_live_changes_and_restore_them_after_a_loss() -> None:
+async def test_replicas_follow_live_changes_of_tenants_and_restore_them_after_a_loss() -> None:
     shared = Nodes()
     own = nodes_of(shared, node("a", limits=[LIMIT]), node("b", weight=2))
     await own.publish(LEADER)

@@ -16,7 +16,7 @@ EXEMPT = (
 )  # fmt: skip
 SUFFIXES = (".py", ".lua", ".md", ".js", ".html", ".css", ".yml", ".yaml", ".toml", ".json")
 
-# These words are forbidden in code and prose, also as a part of an identifier.
+# The words in WORDS are forbidden in code and prose, also as a part of an identifier.
 WORDS = {
     "sturdy": "failover", "crossing": "failover state", "purse": "local budget",
     "borrower": "budget transfer", "homecoming": "resync", "fleetmate": "peer", "fleetmates": "peers",
@@ -27,7 +27,7 @@ WORDS = {
     "witness": "client history",
 }  # fmt: skip
 
-# These words are forbidden as names in code. In prose these words keep their ordinary English meaning.
+# The words in NAMES are forbidden as names in code; in prose they keep their ordinary English meaning.
 NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",
