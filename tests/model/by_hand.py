@@ -93,7 +93,7 @@ class Pool:
         return str(self.call("cancel", [(name, "1", why)], by=by).answers[0])
 
     def serve(self, turns: int = 1000) -> list[str]:
-        """End all requests in flight, `turns` times or until none is left. Returns the granted requests."""
+        """End all requests in flight, `turns` times or until none is left; return the granted requests."""
         known = len(self.granted)
         while self.model.in_flight() and turns > 0:
             self.end(*(request.id for request in self.model.in_flight()))

@@ -30,7 +30,7 @@ class EndpointCounts:
         return self.listed - self._draining - {address for _, address in self.marks}
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
-        """Set or remove an endpoint's mark (drained, down, ejected). Returns False for unknown endpoints."""
+        """Set or remove an endpoint's mark (drained, down, ejected); return False for an unknown endpoint."""
         if address not in self.published:
             return False
         before = set(self.marks)

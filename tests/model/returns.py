@@ -297,7 +297,7 @@ class World:
         )  # fmt: skip
 
     def go_to(self, state: State, since: State | None = None) -> None:
-        """Go back to `state`. `since`: the present state, if known, to restore only the differences."""
+        """Set the world to `state`; if `since`, the present state, is known, restore only the differences."""
         self.request, self._signs = state.request, state.signs
         self._outs, self._reported = list(state.outs), list(state.reported)
         self.pool.counted, self.pool.tombstones = dict(state.counted), set(state.tombstones)

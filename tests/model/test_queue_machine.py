@@ -179,7 +179,7 @@ alive = st.sampled_from([*[CALLERS] * 3, CALLERS[:1], CALLERS[1:], ()])
 seldom = st.sampled_from([*[False] * 9, True])
 usually_open = st.sampled_from(["open", "open", "open", "drains", "away"])
 seldom_open = st.sampled_from(["away", "open", "drains", "drains"])
-number = st.integers(0, 99)  # selects a known request
+number = st.integers(0, 99)  # index that selects a known request
 numbers = st.lists(number, min_size=1, max_size=4)
 arrivals: st.SearchStrategy[Fields] = st.builds(
     dict,

@@ -106,7 +106,7 @@ def counters(packed: str) -> dict[str, float]:
 
 
 async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> Any:
-    """Poll `condition`, which may be asynchronous, for its first true value. AssertionError at the deadline.
+    """Poll `condition`, which may be asynchronous, for its first true value; fail at the deadline.
 
     Connection errors and timeouts of a busy machine count as false.
     """

@@ -98,7 +98,7 @@ async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fle
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # renewed too long ago, but both pages count the request
         await report(it, 1, before=(0.5, 1))
-        await a.admit("new")  # arrives after both pages
+        await a.admit("new")  # request `new` arrives after both metrics pages
         assert await found(a, UNSEEN_S) == (0, (E1,))
         assert await counted(it) == {"alive", "new"}
 

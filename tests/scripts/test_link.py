@@ -171,7 +171,7 @@ async def test_a_requests_end_is_kept_until_redis_takes_writes(valkey_url: str, 
         assert await it.at_rest()
 
 
-async def test_a_cut_idle_connection_is_replaced_without_a_call(fleet: OpenFleet) -> None:
+async def test_a_cut_idle_connection_to_redis_is_replaced_without_a_call(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
@@ -188,7 +188,7 @@ async def sleep_while_in_flight(replica: Replica) -> None:
     link._in_flight[0].paused_s -= 10
 
 
-async def test_a_reply_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
+async def test_a_redis_reply_that_is_read_after_a_pause_is_ignored(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
         # After a pause the replica reads the reply before its pause detector has run.

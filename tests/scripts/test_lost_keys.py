@@ -1,4 +1,4 @@
-"""Each key of a pool under load is lost. Service and counts recover in seconds; a metric reports the loss."""
+"""A pool under load loses each kind of key: service and counts recover in seconds; a metric counts losses."""
 
 import asyncio
 import contextlib

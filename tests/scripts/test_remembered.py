@@ -97,7 +97,7 @@ def test_an_endpoint_is_picked_again_after_its_down_mark_is_removed(server: Vers
     server.call("mark_endpoint", "a", "b:1", "down", "1")
     for address in ("a:1", "b:1"):
         server.settle(running.pop(address))
-    assert server.loads()["a:1"] == 1  # request `waits` runs there
+    assert server.loads()["a:1"] == 1  # request `waits` runs on a:1
     for name in (*running.values(), "waits"):
         server.settle(name)
     server.call("mark_endpoint", "a", "b:1", "down", "")

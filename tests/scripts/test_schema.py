@@ -187,5 +187,5 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.set_tenants("tenants", {"acme": '{"max_parallel": 9}'})
         await a.sweep()
         # The hash of the pool has exactly the documented fields.
-        rebuilding = {"lost"}  # used after a loss (tests/scripts/test_lost_keys.py)
+        rebuilding = {"lost"}  # a field that exists only after a loss (tests/scripts/test_lost_keys.py)
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields() - rebuilding

@@ -163,7 +163,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
         assert len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start
-        # FleetStateCache lists the same position. One flow fewer waits, since its only request was served.
+        # FleetStateCache lists the flow queue there, too; one flow fewer waits, since its request was served.
         state = await FleetStateCache(a.store, 60.0).get()
         assert state.queues[-1][:4] == found[-1][:4]
         assert state.weights(first.priority, even=True) == len(state.queues) == FLOWS - 1

@@ -88,7 +88,7 @@ class QueueSimulator:
             self.queue.band(band.priority)
         self.write("tuned", note=json.dumps(self.settings))
 
-    # Methods that tests call.
+    # Methods that tests call to act on the queue
 
     def advance_ms(self, ms: float) -> None:
         self.now_us += int(ms * 1000)

@@ -155,7 +155,7 @@ class OneHour:
         yield [used, Row(hour, "", "", Usage(0, 0, 0, 0, 0, 0.0), "lost")] if is_followed else []
 
 
-async def test_usage_is_exported_as_json_lines_or_csv_of_the_hours_asked_for() -> None:
+async def test_usage_of_the_requested_hours_is_exported_as_json_lines_or_csv() -> None:
     async with asking(api(usage=cast(UsageExport, OneHour()))) as client:
         lines = (await client.get("/api/v1/usage")).text.splitlines()
         note, first, second = map(orjson.loads, lines)

@@ -60,7 +60,7 @@ def test_the_predicted_order_of_flows_follows_their_weights() -> None:
 
 
 @given(queues(), st.integers(1, 5))
-def test_each_page_continues_where_the_previous_page_ended(found: list[FlowQueueRow], size: int) -> None:
+def test_each_page_of_the_queue_continues_where_the_last_ended(found: list[FlowQueueRow], size: int) -> None:
     whole = keys_of(predicted_order(found, None, 10_000))
     read: list[tuple[int, str, int]] = []
     after: Position | None = None
@@ -96,7 +96,7 @@ def test_a_cursor_with_an_extreme_tag_is_before_or_after_all_requests_of_its_gro
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(st.characters(exclude_categories=["Cs"])),
 )
-def test_a_decoded_cursor_has_the_parts_that_were_encoded(number: int, tag: float, text: str) -> None:
+def test_a_decoded_page_cursor_has_the_parts_that_were_encoded(number: int, tag: float, text: str) -> None:
     cursor = encode_cursor("flows", number, repr(tag), text)
     assert decode_cursor(cursor, views.OF_FLOWS) == ("flows", number, repr(tag), text)
     assert cursor.replace("-", "").replace("_", "").isalnum()

@@ -217,7 +217,7 @@ def test_an_answer_that_most_servers_give_is_not_odd() -> None:
     assert Pool([page, page, page, chat]).answer(4000).total() == 0
 
 
-def test_a_failure_that_is_already_known_is_not_compared() -> None:
+def test_an_answer_that_is_already_known_as_a_failure_is_not_compared() -> None:
     pool = Pool([chat] * 4)
     pool.answer(800)
     seen = completion("e0", BAD["an error as text"])

@@ -44,7 +44,7 @@ UNREADABLE: list[tuple[str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), UNREADABLE)
-def test_the_error_names_an_unreadable_or_missing_field(name: str, value: str | None, says: str) -> None:
+def test_the_error_names_a_bad_or_missing_field_of_an_entry(name: str, value: str | None, says: str) -> None:
     entry = raw() | {name: value}
     if value is None:
         del entry[name]
@@ -61,7 +61,7 @@ def test_unreadable_settings_in_a_log_entry_raise_an_entry_error(note: str) -> N
     assert Rules.parse('{"weights": []}').weights == {}
 
 
-def test_an_empty_log_has_no_violation_and_no_remark() -> None:
+def test_an_empty_decision_log_has_no_violation_and_no_remark() -> None:
     report = audit([])
     assert (report.entries, report.first_seq, report.violations, report.remarks) == (0, None, 0, ())
 
@@ -188,7 +188,7 @@ def numbered(entries: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{**entry, "seq": str(i)} for i, entry in enumerate(entries, start=1)]
 
 
-def test_decisions_while_the_log_was_off_are_no_violation() -> None:
+def test_decisions_made_while_the_log_was_off_are_no_violation() -> None:
     queue = QueueSimulator()
     queue.admit("before")
     queue.change_settings(log_max=0)

@@ -273,7 +273,7 @@ def test_envoy_sends_the_headers_that_the_picker_reads_and_debug_headers_on_dema
     assert shown >= {"x-picker-header", "x-picker-endpoint", "x-picker-served"}
 
 
-def test_replicas_given_by_host_name_are_resolved_by_dns() -> None:
+def test_envoy_resolves_replicas_given_by_host_name_by_dns() -> None:
     tree = built("lean", pickers=(("picker.example.internal", 9002),))
     assert at(parts(tree), "clusters.picker.type") == "STRICT_DNS"
 

@@ -16,7 +16,7 @@ from picker_fleet.scheduling.route_stream import EvidenceRecord, LossRecord, Rou
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 BLOCKS = 40
 PROMPT = block_hashes("llama", b"x" * (256 * BLOCKS))
-TOKENS = 64 * BLOCKS + 32  # at four bytes a token
+TOKENS = 64 * BLOCKS + 32  # the prompt's tokens, at four bytes a token
 
 
 class Replica:

@@ -162,7 +162,7 @@ async def test_only_a_queued_request_is_evicted_and_a_problem_explains_other_cas
         assert detail in problem(await fleet.http.post(path), status)["detail"]
 
 
-async def test_an_endpoint_is_marked_as_drained_and_undrained(fleet: Fleet) -> None:
+async def test_an_operator_can_drain_and_undrain_an_endpoint(fleet: Fleet) -> None:
     address = (await fleet.http.get("/api/v1/endpoints")).json()[0]["address"]
     for call, drained in (("drain", True), ("undrain", False)):
         answer = await fleet.http.post(f"/api/v1/endpoints/{address}/{call}")

@@ -308,7 +308,7 @@ async def test_dns_records_of_both_address_families_are_followed(zone: Zone) -> 
         assert await reports.next() == []
 
 
-async def test_a_missing_address_is_removed_after_two_lookups(zone: Zone, log: Lines) -> None:
+async def test_an_endpoint_without_dns_record_is_removed_after_two_lookups(zone: Zone, log: Lines) -> None:
     zone.records = {"A": ["10.0.0.1"]}
     async with reported(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]

@@ -234,7 +234,7 @@ def test_latency_statistics_cover_the_last_window_of_durations(seconds: list[flo
     assert stats.std_s == pytest.approx(statistics.pstdev(last), abs=1e-6)
 
 
-def test_values_that_are_not_valid_durations_are_ignored() -> None:
+def test_latency_statistics_ignore_values_that_are_not_valid_durations() -> None:
     tracker = endpoint_history.LatencyTracker()
     for each in (float("nan"), float("inf"), -1.0):
         tracker.add("a", each)

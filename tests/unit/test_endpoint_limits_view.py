@@ -52,7 +52,7 @@ async def rows(view: FleetView) -> dict[str, tuple[object, ...]]:
     }
 
 
-async def test_a_row_gives_the_reason_of_the_limit_in_force_also_during_an_outage() -> None:
+async def test_an_endpoints_row_gives_the_reason_of_its_limit_in_force_also_in_an_outage() -> None:
     replica = Replica({"pinned": {PINNED: 24}})
     view = replica.view()
     shown = await rows(view)

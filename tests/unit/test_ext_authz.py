@@ -115,7 +115,7 @@ async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access
     assert stage.metrics.answers == [("http", "llama", "ok")]
 
 
-async def test_headers_of_a_checked_request_reach_the_gate() -> None:
+async def test_headers_of_a_request_in_mode_http_reach_the_gate() -> None:
     async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
         hint = '["10.0.0.1:8000","10.0.0.2:8000"]'
         named = {"x_llm_d_inference_fairness_id": "tenant", "x_llm_d_inference_ttl": "3s"}
@@ -223,7 +223,7 @@ async def test_a_request_in_the_queue_holds_no_bytes_of_its_body(stage: Stage) -
     assert (await connection.reply()).status == 200
 
 
-def test_a_connection_carries_one_request_right_after_another() -> None:
+def test_a_connection_of_mode_http_carries_one_request_right_after_another() -> None:
     """Run on uvloop, as a replica does; a thread sends each request right after the last answer."""
 
     def ask(port: int) -> None:

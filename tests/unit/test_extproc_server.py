@@ -183,7 +183,7 @@ async def test_above_the_limit_the_oldest_half_sent_request_ends_and_complete_on
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
+async def test_a_request_whose_upload_takes_too_long_is_refused(mode: str) -> None:
     async with replica(stalled_s=30, body_timeout="300ms") as fleet:
         call = await fleet.begin(headers(mode))
 
@@ -306,7 +306,7 @@ async def test_the_health_service_follows_readiness_and_liveness_does_not(fleet:
     assert [await fleet.health(name) for name in names] == [NOT_SERVING] * 3 + [SERVING]
 
 
-async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Replica) -> None:
+async def test_a_drain_finishes_waiting_requests_and_refuses_new_requests(fleet: Replica) -> None:
     fleet.gate.open.clear()
     waiting = await fleet.begin(headers("lean"), body(ASK))
     late = await fleet.begin(headers("lean"))

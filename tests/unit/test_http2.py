@@ -309,7 +309,7 @@ async def test_a_protocol_error_within_one_stream_resets_only_that_stream(
     "too large a message": ({}, b"\0\xff\xff\xff\xff", "200", "8"),
     "a message cut by the end of the stream": ({}, b"\0\0\0\0\5ab", "200", "13"),
 })  # fmt: skip
-async def test_an_unsupported_request_is_answered_with_an_error_status(
+async def test_an_unsupported_grpc_request_is_answered_with_an_error_status(
     changes: dict[str, str], data: bytes, status: str, grpc_status: str | None
 ) -> None:
     async with serving() as server, server.peer() as peer:

@@ -147,7 +147,7 @@ def test_cycles_among_thousands_of_rewrites_are_found_in_bounded_time() -> None:
     "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is not supported"),
     "a valid rule": ([rule({"v": 1}, "m")], ""),
 })  # fmt: skip
-def test_the_fault_of_an_unusable_rewrite_is_named(rules: list[dict[str, Any]], fault: str) -> None:
+def test_the_error_names_the_fault_of_an_unusable_rewrite(rules: list[dict[str, Any]], fault: str) -> None:
     found = rewrite_fault(rewrite("r", "1", *rules))
     assert fault in found
     assert bool(found) == bool(fault)

@@ -171,7 +171,7 @@ FORM_FAULTS = {
 
 
 @cases("text, content_type, says", FORM_FAULTS)
-def test_a_malformed_form_is_refused_and_the_fault_named(text: bytes, content_type: bytes, says: str) -> None:
+def test_the_refusal_of_a_malformed_form_names_the_fault(text: bytes, content_type: bytes, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(text, Way("inference", "form"), content_type)
 
@@ -254,7 +254,7 @@ BAD: dict[str, dict[str, bytes]] = {
 @cases("says, asked", {
     f"{says}: {name}": (says, asked) for says, bodies in BAD.items() for name, asked in bodies.items()
 })  # fmt: skip
-def test_a_malformed_body_is_refused_and_the_fault_named(says: str, asked: bytes) -> None:
+def test_the_refusal_of_a_malformed_body_names_the_fault(says: str, asked: bytes) -> None:
     with pytest.raises(BadRequest, match=says):
         read_body(asked)
 

@@ -188,7 +188,7 @@ async def test_the_pause_after_a_fault_doubles_and_restarts_for_a_new_kind_of_fa
     assert pauses_s[12] == pytest.approx(0.05)
 
 
-async def test_an_unreadable_object_is_logged_and_others_are_used(server: ApiServer, log: Lines) -> None:
+async def test_an_unreadable_pod_is_logged_and_other_pods_are_used(server: ApiServer, log: Lines) -> None:
     server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
     async with following(server, "a"):
         await log.saying("skipping one of pods of InferencePool llm")

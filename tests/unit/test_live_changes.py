@@ -128,7 +128,7 @@ def test_nesting_flattened_changes_restores_the_changes() -> None:
     assert live_config.nested(live_config.flattened(EVERYTHING)) == EVERYTHING
 
 
-def test_the_configured_value_returns_when_a_change_is_reverted() -> None:
+def test_the_configured_value_returns_when_a_live_change_is_reverted() -> None:
     changes = live_config.merged({}, {"fair_request_queue.total_capacity": 900, "weights.gold": 3.0})
     old = {**live_config.overrides(CONFIGURED, changes), "paused": 1}
 
@@ -314,7 +314,7 @@ live_keys = st.sampled_from(sorted(live_config.AFFECTS)).map(lambda key: tuple(k
 
 
 @given(st.lists(st.tuples(live_keys, json_values), max_size=4))
-def test_any_change_gives_json_overrides_or_a_named_fault(changes: list[tuple[tuple[str, ...], Any]]) -> None:
+def test_a_live_change_gives_overrides_or_a_named_fault(changes: list[tuple[tuple[str, ...], Any]]) -> None:
     patch: dict[str, Any] = {}
     for (*sections, key), value in changes:
         at = patch

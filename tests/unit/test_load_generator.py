@@ -57,7 +57,7 @@ REFUSED_TARGETS = {
 
 
 @pytest.mark.parametrize(("url", "words"), REFUSED_TARGETS.items(), ids=REFUSED_TARGETS)
-def test_an_unsuitable_target_is_refused_with_a_reason(url: str, words: str) -> None:
+def test_picker_load_refuses_an_unsuitable_target_with_a_reason(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_url(url, "--target", allow_remote=False)
 
@@ -379,7 +379,7 @@ def test_the_report_has_figures_by_source_and_links_plots_beside_it(tmp_path: Pa
     assert summary["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]
 
 
-def test_a_broken_promise_is_reported_with_the_evidence(
+def test_the_load_report_shows_a_broken_promise_with_the_evidence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = (refusal("client-1", reason="a|b"), refusal("client-2"), *run().answers[2:])

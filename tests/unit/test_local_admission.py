@@ -48,7 +48,7 @@ def test_all_replicas_shares_add_up_to_the_free_budget(places: int, fraction: fl
     assert sum(tokens) == pytest.approx(places + fraction)
 
 
-def test_no_replica_gets_budget_if_the_stock_is_full() -> None:
+def test_no_replica_gets_local_budget_if_the_stock_is_full() -> None:
     for requests in (True, False):
         assert part_of(-3.0, live=3, rank=0, counts_requests=requests) == 0.0
 
@@ -137,7 +137,7 @@ def test_the_end_of_a_request_releases_its_cost_only_once() -> None:
     assert (ledger.in_flight(0.0), ended_in(ledger)) == ([], [*before, "redriven"])
 
 
-def test_the_journal_has_all_running_and_all_ended_requests() -> None:
+def test_the_outage_journal_has_all_running_and_all_ended_requests() -> None:
     now_s = 0.0
     ledger = in_outage(lambda: now_s)
     token = accounting_token.write(ask(), E1)

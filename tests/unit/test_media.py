@@ -61,7 +61,7 @@ def parts(data: str) -> list[dict[str, object]]:
 
 
 @cases("file, tokens", FILES)
-def test_the_header_of_a_file_gives_its_cost(file: bytes, tokens: float) -> None:
+def test_the_header_of_a_media_file_gives_its_cost(file: bytes, tokens: float) -> None:
     for part in parts(base64.b64encode(file).decode()):
         message = {"role": "user", "content": [{"type": "text", "text": "p"}, part]}
         for escape in (False, True):  # some JSON writers escape slashes

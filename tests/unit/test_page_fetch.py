@@ -103,7 +103,7 @@ def moved(location: str) -> bytes:
 
 
 @pytest.mark.parametrize("location", ["/metrics/", "http://ADDRESS/metrics/"])
-async def test_a_redirect_within_the_server_is_followed_and_remembered(
+async def test_a_metrics_pages_redirect_within_the_server_is_followed_and_remembered(
     server: PageServer, page: Page, location: str
 ) -> None:
     async def act(writer: asyncio.StreamWriter) -> None:

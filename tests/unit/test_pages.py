@@ -110,7 +110,7 @@ SENTENCES = [
 ]  # fmt: skip
 
 
-def test_numbers_on_pages_equal_the_constants_in_the_code() -> None:
+def test_numbers_on_documentation_pages_equal_the_constants_in_the_code() -> None:
     for page, sentence in SENTENCES:
         assert sentence in " ".join(text_of(page).split()), f"docs/{page}.md does not say: {sentence}"
 
@@ -251,7 +251,7 @@ def test_files_and_tests_that_a_documentation_page_names_exist() -> None:
 CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
 
 
-def test_sections_of_pages_that_the_code_cites_exist() -> None:
+def test_sections_of_documentation_pages_that_the_code_cites_exist() -> None:
     sources = [ROOT / "CHANGELOG.md", *(ROOT / "app").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml")]
     cited = {each for file in sources for each in CITED.findall(file.read_text(encoding="utf-8"))}
     assert len(cited) > 3

@@ -64,7 +64,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integer
 
 
 @given(ARRIVALS, st.integers(1, 4), st.sampled_from(["queue", "reject"]))
-def test_all_replicas_together_grant_a_burst_and_the_rate(
+def test_all_replicas_together_grant_the_burst_and_the_rate_of_a_limit(
     arrivals: list[tuple[int, int, int]], live: int, over_limit: str
 ) -> None:
     now_ms = [0.0]

@@ -311,7 +311,7 @@ def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastL
     return LeastLoadedPick(endpoints, {"a": 3, "d": 9}, candidates=candidates, **fields)  # type: ignore[arg-type]
 
 
-def test_without_scorers_the_explanation_says_that_there_are_none() -> None:
+def test_without_scorers_the_explanation_says_that_there_are_no_scorers() -> None:
     # The explanation lists loads that the script saw, last known loads of other endpoints, and exclusions.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
     found = explained(pool(*four), ("b", "a"), "0,2")

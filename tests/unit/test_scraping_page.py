@@ -145,7 +145,7 @@ def test_the_remark_names_a_malformed_line_and_the_other_lines_are_read(bad: str
 
 
 @pytest.mark.parametrize("text", ["", "<html>not here</html>\n"])
-def test_a_page_without_any_known_metric_series_is_refused(text: str) -> None:
+def test_a_metrics_page_without_any_known_metric_series_is_refused(text: str) -> None:
     with pytest.raises(BadPage, match="none of the series of simple"):
         read(text)
 
@@ -219,7 +219,7 @@ LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_
 def lines(draw: st.DrawFn) -> str:
     name = draw(st.sampled_from(NAMES))
     others = (f"# HELP {name} queue 12 {{}} words", f"# TYPE {name} gauge", "", " ", "\t", f"# {name} 12")
-    if draw(st.integers(0, 6)) > 2:  # in four of seven draws
+    if draw(st.integers(0, 6)) > 2:  # in four of seven draws, a line without a value
         return draw(st.sampled_from(others))
     labels = draw(LABELS)
     shown = ""

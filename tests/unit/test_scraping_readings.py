@@ -104,7 +104,7 @@ def cache(clock: Clock) -> MetricsCache:
     return MetricsCache(stale_after_s=1.0, clock=clock)
 
 
-def test_a_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock) -> None:
+def test_an_endpoints_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock) -> None:
     fresh = reading_at(100_000, active_adapters=frozenset({"x"}))
     cache.update({"a:1": fresh})
     for now_s, known, metrics in ((100.75, True, fresh), (101.25, False, EndpointMetrics(100_000))):
@@ -198,7 +198,7 @@ def test_a_replica_that_joins_has_a_second_to_publish_before_it_counts_as_silent
         assert scrapers.among(["b", "c"], 8, moment_s) == alive
 
 
-def test_every_replica_is_a_scraper_while_none_publishes() -> None:
+def test_every_replica_is_a_scraper_while_no_replica_publishes_readings() -> None:
     scrapers = Scrapers("b", 1.0)
     scrapers.among(["a", "b"], 8, 0.0)
     scrapers.seen("b", 0.5)

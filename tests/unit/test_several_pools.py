@@ -99,7 +99,7 @@ def test_a_fault_in_the_section_of_a_pool_names_the_key(changes: Mapping[str, An
     assert fault in str(caught.value)
 
 
-def test_a_fault_in_shared_settings_is_reported_once() -> None:
+def test_a_fault_in_settings_shared_by_pools_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, "redis": {"url": "nonsense"}, "scraping": {"interval": "never"}})
     told = [line.split(":")[0] for line in str(caught.value).splitlines()]
@@ -261,7 +261,7 @@ LIMIT = 64 * SMALL_BYTES
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3 * SMALL_BYTES), st.booleans()), max_size=80),
 )
-def test_no_pool_takes_bytes_reserved_for_another_pool(
+def test_no_pool_takes_body_bytes_reserved_for_another_pool(
     count: int, steps: list[tuple[int, int, bool]]
 ) -> None:
     budgets = list(body_budgets(LIMIT, [str(number) for number in range(count)]).values())

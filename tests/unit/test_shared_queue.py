@@ -256,7 +256,7 @@ async def test_an_older_stream_ends_when_a_newer_stream_queues_the_same_request_
     "refused by its engine, in tokens": (True, 422, None, None, 1.0, None),
     "failed": (True, 500, None, None, None, None),
 })  # fmt: skip
-async def test_a_request_is_settled_with_the_real_cost(
+async def test_a_request_is_settled_with_its_real_cost(
     in_tokens: bool,
     status: int,
     prompt: int | None,

@@ -40,7 +40,7 @@ def chat(**keys: object) -> CompletionRequest:
     return parse(orjson.dumps({"model": "llama", "messages": HI, **keys}), chat=True, models={"llama"})
 
 
-def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
+def test_a_simulated_completion_defaults_to_16_tokens_without_streaming() -> None:
     request = completion()
     shape = (request.max_tokens, request.stream, request.include_usage, request.finish_reason)
     assert shape == (16, False, False, "length")
@@ -56,7 +56,7 @@ IDS = [([1, 2, 3], 3), ([[4, 5]], 2), ([7], 1)]
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [*PROMPTS, *IDS], ids=lambda value: str(value)[:20])
-def test_prompt_tokens_are_counted_from_bytes_or_token_ids(prompt: object, tokens: int) -> None:
+def test_the_simulator_counts_prompt_tokens_from_bytes_or_token_ids(prompt: object, tokens: int) -> None:
     assert completion(prompt=prompt).prompt_tokens == tokens
 
 
@@ -138,7 +138,7 @@ def test_kv_cache_blocks_are_taken_for_prompt_and_generated_tokens_and_returned(
     assert engine.load().kv_usage == 0
 
 
-def test_a_request_that_does_not_fit_into_memory_delays_all_later_requests() -> None:
+def test_a_request_that_does_not_fit_into_the_kv_cache_delays_all_later_requests() -> None:
     few = Limits(kv_blocks=4, block_size_tokens=4)
     engine, holder, large, small = engine_with(few, sequence(11, 1), sequence(8), sequence(2))
     assert engine.schedule() == [holder]
@@ -147,16 +147,16 @@ def test_a_request_that_does_not_fit_into_memory_delays_all_later_requests() -> 
     assert engine.schedule() == [large, small]
 
 
-def test_a_request_that_could_never_fit_into_memory_is_refused() -> None:
+def test_a_request_that_could_never_fit_into_the_kv_cache_is_refused() -> None:
     engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    # A request exactly as large as the memory is accepted; a request with one more token is refused.
+    # A request exactly as large as the KV cache is accepted; a request with one more token is refused.
     engine.submit(sequence(prompt_tokens=12, max_tokens=4))
     with pytest.raises(ContextTooLong, match="5 KV blocks"):
         engine.submit(sequence(prompt_tokens=12, max_tokens=5))
     assert engine.load().waiting == 1
 
 
-def test_requests_overtake_a_request_without_a_lora_slot() -> None:
+def test_in_the_simulated_engine_requests_overtake_a_request_without_a_lora_slot() -> None:
     wanted = (sequence(adapter=adapter) for adapter in ("a", "b", None, "a"))
     engine, a, b, base, a_again = engine_with(Limits(max_loras=1), *wanted)
     assert engine.schedule() == [a, base, a_again]

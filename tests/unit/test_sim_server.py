@@ -203,7 +203,7 @@ async def test_lora_adapters_are_models_with_a_limited_number_of_slots() -> None
         second.cancel()
 
 
-async def test_the_metrics_page_has_the_names_of_vllm() -> None:
+async def test_the_simulated_servers_metrics_page_has_the_metric_names_of_vllm() -> None:
     async with sim("--kv-blocks", "77", "--model", 'odd"name\\') as client:
         page = await families(client)
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -227,7 +227,7 @@ async def test_failures_are_injected_by_seed_before_the_first_byte_of_an_answer(
     assert runs[0] == runs[1]
 
 
-async def test_bad_requests_get_errors_in_the_format_of_openai() -> None:
+async def test_the_simulated_server_answers_bad_requests_in_openais_error_format() -> None:
     import openai
 
     async with sim(*AT_ONCE, "--kv-blocks", "4") as client, official(client) as api:
@@ -279,7 +279,7 @@ async def test_a_signal_ends_the_process_with_exit_status_0_amid_requests(number
                 assert (await responses).status_code == 503
 
 
-def test_a_port_in_use_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_picker_sim_reports_a_port_in_use_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with process() as (_, url):
         assert run(parsed("--port", url.rpartition(":")[2])) == 1
     assert capsys.readouterr().err.startswith("picker sim: cannot listen on 127.0.0.1:")

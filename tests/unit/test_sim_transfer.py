@@ -70,7 +70,7 @@ async def test_blocks_stay_at_the_prefill_server_until_the_transfer_or_the_end_o
         await until_kv_usage(prefiller, 0)
 
 
-async def test_a_client_that_leaves_during_the_prefill_ends_it() -> None:
+async def test_a_client_that_leaves_during_the_prefill_ends_the_prefill() -> None:
     async with sim("--ttft", "3600000") as prefiller, sim(*AT_ONCE) as decoder:
         headers = prefiller_header(prefiller)
         asked = asyncio.create_task(decoder.post("/v1/completions", json=ask(), headers=headers))

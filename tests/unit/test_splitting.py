@@ -250,7 +250,7 @@ def test_threshold_auto_has_nearly_the_goodput_of_the_best_fixed_threshold(
     assert level(replace(CASES[case], requests=300), 0.95 * rate, pool, learns=True).attained >= 0.9
 
 
-def test_media_are_encoded_by_several_endpoints_with_little_load() -> None:
+def test_media_of_a_request_are_encoded_by_several_endpoints_with_little_load() -> None:
     encoders = [
         Endpoint(f"10.0.1.{n}:8000", {"gpu": "ab"[n % 2]}, encodes=True, decodes=False) for n in range(6)
     ]

@@ -212,7 +212,7 @@ def test_tenants_limits_are_shown_in_the_form_that_each_vendors_clients_read() -
 
 
 @pytest.mark.parametrize(("ms", "told"), [(0, "0ms"), (12, "12ms"), (360_000, "6m0s"), (3_600_000, "1h0m0s")])
-def test_a_time_until_the_reset_has_openais_form(ms: int, told: str) -> None:
+def test_the_time_until_a_limits_reset_is_shown_in_openais_form(ms: int, told: str) -> None:
     found = quota_headers(f"tokens=1,0,{ms}", is_anthropic=False, now_s=0.0)
     assert found["x-ratelimit-reset-tokens"] == told
 

@@ -25,7 +25,7 @@ def identities(count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("weights", [(90, 10, 0), (1, 1), (1, 2, 3, 4), (0, 1, 1_000_000), (1,) * 7])
-def test_shares_of_variants_keep_within_the_binomial_spread(weights: tuple[int, ...]) -> None:
+def test_shares_of_model_variants_keep_within_the_binomial_spread(weights: tuple[int, ...]) -> None:
     split = Split.of((f"v{number}", weight) for number, weight in enumerate(weights))
     rng, count = random.Random(1), 20_000
     found = Counter(split.variant(KEY, rng.randbytes(16)) for _ in range(count))
