@@ -1,9 +1,9 @@
-# Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds Envoy and the tool that writes
-# its bootstrap, and `load`, which adds Locust. Everything is installed by its hash (deploy/images/*.lock).
-# A digest is better than a tag: --build-arg BASE=python:3.11-slim@sha256:DIGEST.
+# Builds three images: `picker` (the last stage: a replica or a simulator), `edge` with Envoy and the tool that writes
+# Envoy's bootstrap, and `load` with Locust. pip checks each package's hash (deploy/images/*.lock).
+# Pin the base image by digest: --build-arg BASE=python:3.11-slim@sha256:DIGEST.
 ARG BASE=python:3.11-slim
 
-# The project's wheel, and the pip that installs it. The images have no pip.
+# Build stages make the project's wheel and install it with this stage's pip, because the images have no pip.
 FROM ${BASE} AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -38,7 +38,7 @@ RUN /opt/build/bin/pip --python /opt/picker/bin/python install --no-compile --re
 COPY --from=wheel /wheel /wheel
 RUN sh install.sh picker.lock
 
-# Common to all images: a user, and no tools to install anything.
+# All images have the user `picker`, and no tools that install packages.
 FROM ${BASE} AS base
 RUN export SOURCE_DATE_EPOCH=0 \
  && groupadd --gid 10001 picker \

@@ -1,15 +1,15 @@
-# Every target makes the virtual environment it needs; nothing is installed by hand.
+# Every target creates the virtual environment that it needs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# The fleet stops with `make`, also when the signal is for `make` alone.
+# The fleet stops when `make` dies, even if only `make` gets the signal.
 DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent.py $$PPID SIGTERM
-# Benches and long tests use what tests have around a real API server, and attacks.
+# Benches and long tests import helpers from the tests' folders.
 WITH_TESTS = PYTHONPATH=tests:tests/fleet:tests/faults:tests/kubernetes:tests/unit:tests/scripts
 BENCH = $(WITH_TESTS) $(BIN)/python -m bench
 LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
-# A fleet starts ten Python processes: each would compile the project anew.
+# A fleet starts ten Python processes; without cached bytecode each process would compile the project.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
-# By hash, as in the images (deploy/images/lock.sh).
+# pip checks each package's hash, as in the images (deploy/images/lock.sh).
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 $(VENV)/.local: pyproject.toml requirements-local.lock deploy/images/build.lock
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; this is " + sys.version) if sys.version_info < (3, 11) else None'
@@ -35,14 +35,14 @@ $(VENV)/.installed: $(VENV)/.local requirements.lock
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker up $(ARGS)
 
-demo: $(VENV)/.local ## a noisy client, a kill of a replica, a kill of Redis, and the audit of it all
+demo: $(VENV)/.local ## a noisy client beside a quiet one, kills of a replica and of Redis, then an audit
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load demo --own $(ARGS)
 
-load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
+load: $(VENV)/.local ## send a load scenario and report kept promises (ARGS='noisy-neighbour'; ARGS=-h lists scenarios)
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
-# Six files at a time, whole fleets among them, which wait more than they work; the longest come first and
-# the many short ones fill the end.
+# Six test files run at a time, because tests of whole fleets mostly wait. The folders with the longest tests come
+# first, so that short tests fill the end.
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
@@ -52,7 +52,7 @@ else
 	$(BIN)/pytest $(ARGS)
 endif
 
-redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
+redis-test: $(VENV)/.installed ## tests of the Lua scripts and of their model, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py $(ARGS)
 
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
@@ -73,10 +73,10 @@ format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 bench: $(VENV)/.installed ## what a request costs (ARGS='--beside ../other': another checkout too)
 	$(BENCH).overhead $(ARGS)
 
-bench-beside-go: $(VENV)/.installed ## the same beside the Go picker (ARGS='--go FILE')
+bench-beside-go: $(VENV)/.installed ## what a request costs here and in the Go picker (ARGS='--go FILE')
 	$(BENCH).overhead $(ARGS)
 
-bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
+bench-fairness: $(VENV)/.installed ## is the shared queue fair? 1 to 8 replicas; control: a queue in each replica (ARGS=--quick)
 	$(BENCH).fairness $(ARGS)
 
 bench-benefit: $(VENV)/.installed ## does the queue help? simulated model servers at 60 to 200 % of their capacity
@@ -85,13 +85,13 @@ bench-benefit: $(VENV)/.installed ## does the queue help? simulated model server
 bench-lifecycle: $(VENV)/.installed ## what a request and a fleet cost Redis, up to a million queued (ARGS=--quick)
 	$(BENCH).lifecycle $(ARGS)
 
-bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS='--modes lean')
+bench-refill: $(VENV)/.installed ## how long a freed place at a model server stays empty, in each mode (ARGS='--modes lean')
 	$(BENCH).refill $(ARGS)
 
-bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets of specification 000
+bench-targets: $(VENV)/.installed ## compare policy workload-aware with fcfs by the targets of specification 000
 	$(BENCH).targets $(ARGS)
 
-bench-limits: $(VENV)/.installed ## limits that the fleet finds, beside the best static bound (ARGS='mixed --replicas 2')
+bench-limits: $(VENV)/.installed ## compare limits that the fleet finds with the best static bound (ARGS='mixed --replicas 2')
 	$(BENCH).limits $(ARGS)
 
 bench-stages: $(VENV)/.installed ## goodput by when requests are split between prefill and decode (ARGS='short')
@@ -100,10 +100,10 @@ bench-stages: $(VENV)/.installed ## goodput by when requests are split between p
 bench-prefixes: $(VENV)/.installed ## prefix hits by learnt and fixed capacities of the engines' caches (ARGS='--only agents')
 	$(BENCH).prefixes $(ARGS)
 
-bench-objectives: $(VENV)/.installed ## requests that met their latency objectives, beside least-loaded picking
+bench-objectives: $(VENV)/.installed ## how many requests meet latency objectives, compared with least-loaded picking
 	$(BENCH).objectives $(ARGS)
 
-bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
+bench-large-pool: $(VENV)/.installed ## compare costs of 1000 pods in an InferencePool with 10 (ARGS='--only pick')
 	$(BENCH).large_pool $(ARGS)
 
 long: $(VENV)/.installed ## a long test: chaos, soak, pulses, cluster-changes, load-tools, … (ARGS='soak --minutes 2')
@@ -131,5 +131,5 @@ lock: $(VENV)/.installed ## write the versions in use, with hashes, to requireme
 clean: ## remove the environment and caches of this checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-clean-cache: ## remove what is kept between checkouts: vLLM (6 GB), load tools, Helm's renderer
+clean-cache: ## remove the files that checkouts share: vLLM (6 GB), load tools, Helm's renderer
 	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/picker-fleet"

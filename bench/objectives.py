@@ -25,7 +25,7 @@ Objective = Callable[[int], LatencyObjective]
 
 
 def _runs(case: Case, per_s: float, objective: Objective | None) -> tuple[list[Served], int]:
-    """The served requests of all seeds and the number of refused ones, after runs that teach the model."""
+    """The served requests of all seeds and the number of refused requests, after the model has learned."""
     served: list[Served] = []
     refused = 0
     for seed in _SEEDS:
@@ -37,7 +37,7 @@ def _runs(case: Case, per_s: float, objective: Objective | None) -> tuple[list[S
 
 
 def _objectives(served: Sequence[Served]) -> dict[bool, LatencyObjective]:
-    """Whether the prompt is long -> the 60th percentiles of both times."""
+    """For short and for long prompts: 60th percentiles of times to first token and per further token."""
     found = {}
     for is_long in (False, True):
         some = [each for each in served if (each.prompt_tokens > _LONG_TOKENS) is is_long]

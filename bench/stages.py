@@ -68,8 +68,8 @@ class Case:
     requests: int = 600
 
     def arrivals(self, requests: int, per_s: float, seed: int) -> Iterator[tuple[float, int, int]]:
-        """Poisson arrivals: the time in s, the tokens of the prompt and of the answer. Plans of one seed
-        differ only in their pace."""
+        """Poisson arrivals: the time in s, the tokens of the prompt and of the answer. With equal seeds,
+        arrivals at different rates differ only in their times."""
         dice, at_s = random.Random(seed), 0.0
         for _ in range(requests):
             at_s += dice.expovariate(1.0) / per_s
@@ -155,7 +155,7 @@ class Pool:
         self._numbers = itertools.count()
         self._in_flight, self._prefills = Counter[str](), Counter[str]()
         self._keys, self._dice = Keyring(), random.Random(seed)
-        random.seed(seed)  # for the chooser: which requests explore
+        random.seed(seed)  # the chooser draws at random which requests explore
         cell = SnapshotCell()
         endpoints = (
             Endpoint(each, prefills=each in self._prefillers, decodes=each in self._decoders)
@@ -276,7 +276,7 @@ class Level:
 
 
 def level(case: Case, per_s: float, pool: Callable[[int], Pool], *, learns: bool) -> Level:
-    """`learns`: as many requests at half the rate come first."""
+    """Measure at `per_s`; if `learns`, as many requests at half the rate first teach the latency model."""
     served: list[Served] = []
     for seed in _SEEDS:
         it = pool(seed)
@@ -292,7 +292,7 @@ def level(case: Case, per_s: float, pool: Callable[[int], Pool], *, learns: bool
 
 
 def goodput(case: Case, pool: Callable[[int], Pool], *, learns: bool) -> Level:
-    """The highest rate found at which 90 % meet the objectives."""
+    """The highest rate found at which 90 % of the requests meet both objectives."""
 
     def at(per_s: float) -> Level:
         return level(case, per_s, pool, learns=learns)

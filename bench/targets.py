@@ -59,7 +59,7 @@ end}
 class Row:
     target: str
     measured: str
-    met: bool | None  # None: the target is not shown, because the interval includes the limit
+    met: bool | None  # None: neither met nor missed, because the interval includes the limit
 
 
 def _scoring_library(library: Library) -> Library:
@@ -193,14 +193,14 @@ def _compared(passes: Mapping[tuple[str, str], Sequence[Pass]]) -> list[Row]:
     rate = ratio("busy", "per_s")
     measured = f"{shown(rate)}; {each('busy', 'per_s', '/s')}"
     rows = [Row("throughput: > 90 % of fcfs", measured, _verdict(rate[0] > 0.9, rate[1] > 0.9))]
-    for kind, when in (("calm", "no queue"), ("busy", "two thirds wait")):
+    for kind, when in (("calm", "no queue"), ("busy", "two thirds of requests wait")):
         cpu = ratio(kind, "cpu_us")
         measured = f"{shown(cpu)}; {each(kind, 'cpu_us', ' µs')} a request"
         met = _verdict(cpu[0] < 1.1, cpu[2] < 1.1)
         rows.append(Row(f"CPU of replicas and Valkey, {when}: < +10 %", measured, met))
     latency = f"{slower_ms:+.2f} ms, the median of the rounds; {times('calm')}"
     rows.append(Row("latency, no queue: p99 < +5 ms", latency, slower_ms < 5))
-    return [*rows, Row("latency where two thirds wait, for comparison", times("busy"), True)]
+    return [*rows, Row("latency if two thirds of requests wait, for comparison", times("busy"), True)]
 
 
 def _verdict(mean_meets: bool, interval_meets: bool) -> bool | None:

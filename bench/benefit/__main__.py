@@ -12,7 +12,7 @@ from bench.rig.report import options_parser, percentile, table, write_page
 
 _LOADS = (0.6, 0.9, 1.2, 2.0)
 _IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)
-_NEARLY = 0.97  # the simulated bound is the lowest that reaches this share of the capacity
+_NEARLY = 0.97  # the simulated bound is the lowest bound that reaches this share of the capacity
 _BOUNDS_AT = 1.2
 
 Runs = dict[tuple[str, float], list[Figures]]
@@ -32,19 +32,19 @@ place 10 ms late; the network and Redis take no time. All policies get the same 
 Two tenants of equal weight: `chat` asks for {CHAT_LOAD:.0%} of the capacity, `bulk` for the rest of the load.
 A tenth of bulk's requests are `urgent` (criticality {CRITICALITY["urgent"]}), the others `nightly`
 ({CRITICALITY["nightly"]}). A client leaves {DEADLINE_S:g} s after it asked; its request is aborted. The queue
-has the defaults (1000 places, 100 a flow where flows count, TTL 30 s). With one queue a replica four replicas
-share bounds and capacities; chat arrives at the first three, bulk at the last three.
+has the defaults (1000 places, with fairness 100 for each flow, TTL 30 s). If each replica has its own queue,
+four replicas split bounds and capacities; chat arrives at the first three replicas, bulk at the last three.
 
-Capacity: **{{capacity:.1f}} answers/s**, the most that the servers give with a fixed number of requests at
-each. Bound: **{{bound}} requests** a server, the lowest that reaches {_NEARLY:.0%} of the capacity.
+Capacity: **{{capacity:.1f}} answers/s**, the highest rate with a fixed number of requests at each server.
+Bound: **{{bound}} requests** a server, the lowest bound that reaches {_NEARLY:.0%} of the capacity.
 """
 
 _READ = """\
 Times are in seconds: p50 / p95 / p99 of the requests that were answered before the client left. *In time* is
-the share of these requests; the others were refused or expired, or the client left. If clients with long
-answers leave, answers/s exceed the capacity, so compare tokens/s of these answers instead. *Fair* is Jain's
-index of the tenants' tokens divided by their max-min fair shares. *Recomputed*: share of all computed tokens
-that preemption discarded. *Too late*: share that was computed for clients who then left.
+the share of requests answered before the client left; other requests were refused or expired, or the client
+left. If clients with long answers leave, answers/s exceed the capacity: compare tokens/s instead. *Fair* is
+Jain's index of the tenants' tokens divided by their max-min fair shares. *Recomputed*: share of all computed
+tokens that preemption discarded. *Too late*: share of all computed tokens whose clients then left.
 """
 
 
@@ -117,8 +117,8 @@ def _at_load(runs: Runs, load: float) -> str:
 
 def _of_bounds(curve: dict[int, tuple[float, float, float]], bounds: dict[int, list[Figures]]) -> str:
     text = f"""\
-First columns: the servers alone, each always with that many requests. Others: weighted-fair with that bound
-at {_BOUNDS_AT:.0%} of the capacity."""
+The first columns show servers without a queue, each always with that many requests. The columns from "with
+the queue" on show policy weighted-fair with that bound, at a load of {_BOUNDS_AT:.0%} of the capacity."""
     head = ["requests a server", "answers/s", "recomputed", "mean TTFT at the server"]
     head += ["with the queue: tokens/s", "recomputed", "chat's TTFT", "chat in time", "fair"]
     rows = []

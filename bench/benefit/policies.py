@@ -25,7 +25,7 @@ CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request; `tokens` are its prompt and answer."""
+    """One request; `tokens` has the lengths of its prompt and answer in tokens."""
 
     number: int
     tenant: str
@@ -43,7 +43,7 @@ class Job:
 class Pool:
     """A picker's knowledge of the servers: its count of requests in flight, and scraped metrics.
 
-    `grown` is called with each token of a placed request.
+    `grown` is called for each token that a server generates for a placed request.
     """
 
     servers: Sequence[Server]

@@ -38,7 +38,7 @@ POLICIES: dict[str, Callable[[Pool, float], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a run after the warm-up. `recomputed`, `too_late`: shares of all computed tokens."""
+    """Figures of a simulated run after warm-up. `recomputed`, `too_late`: shares of all computed tokens."""
 
     jobs: Sequence[Job]
     per_s: float
@@ -104,7 +104,7 @@ def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
     share of tokens that were recomputed, and the mean time from placement to the first token."""
     time, draw = Timeline(), random.Random(seed)
     servers = [Server(time, _LIMITS) for _ in range(SERVERS)]
-    firsts: list[float] = []  # times of the answers after the warm-up
+    firsts: list[float] = []  # times to first token of answers after the warm-up
 
     def put(server: Server) -> None:
         placed_s, first_s = time.now_s, 0.0

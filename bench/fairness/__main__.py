@@ -85,7 +85,7 @@ def _figure(number: float) -> str:
 
 def main() -> int:
     parser = options_parser("python -m bench.fairness", __doc__)
-    about = "1 and 4 replicas, one seed, short runs: about a minute"
+    about = "run about a minute: 1 and 4 replicas, one seed, short runs"
     parser.add_argument("--quick", action="store_true", help=about)
     options = parser.parse_args()
     plan = suite.QUICK if options.quick else suite.FULL

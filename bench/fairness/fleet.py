@@ -35,7 +35,7 @@ class Fleet:
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
     ) -> list[Entry]:
-        """Run a scenario. Returns all pools' decision logs by time. `separate`: each replica has a pool.
+        """Run a scenario; if `separate`, with a pool for each replica. Returns all decision logs by time.
 
         Raises:
             RunFailed: raised if a replica reports an error or the run takes too long.
@@ -84,7 +84,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
             for pool in pools:
                 answer = await self._redis.xrange(Keys.of(pool).log, min=last[pool], count=_CHUNK)
-                read = cast(list[tuple[str, dict[str, str]]], answer)  # `decode_responses` makes str
+                read = cast(list[tuple[str, dict[str, str]]], answer)  # `decode_responses` yields str
                 if read:
                     last[pool] = f"({read[-1][0]}"
                 entries = [Entry.parse(fields) for _, fields in read]

@@ -185,7 +185,7 @@ def events(entries: Iterable[Entry], source: str, source_of: SourceOf) -> Counte
 @dataclass(slots=True)
 class Order:
     """Counts of dispatches by band order, without the starvation guard's dispatches. A dispatch is inverted
-    if a request of a higher band waits at that time."""
+    if a request of a higher band waits then."""
 
     inverted_turns: int = 0
     low_turns: int = 0  # dispatches of any but the highest band so far

@@ -48,7 +48,7 @@ class Weights(Intervals):
 
     @property
     def split_gain(self) -> float:
-        """Service of the flow with 50 workload ids / of the flow with one id and the same weight."""
+        """The service of the flow with 50 workload ids, divided by an equal-weight flow's with one id."""
         return self.shares["split"] / self.shares["one"] if self.shares["one"] else float("inf")
 
     def deviation(self, alone: "Weights") -> float:
@@ -73,7 +73,7 @@ class Trickle(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Starvation(Reading):
-    """A criticality-1 workload: `demand` is arrivals / all dispatches, `highest` is longest wait / TTL."""
+    """A criticality-1 workload. `demand`: arrivals / all dispatches; `highest`: its longest wait / TTL."""
 
     demand: float
     expired: int

@@ -1,8 +1,8 @@
 """`python -m bench.fairness.replica`: one replica with its clients, controlled over pipes.
 
 The fairness benchmark starts this process. Each line on stdin is a `Job`: the process joins the job's pool,
-prints `ready`, and waits for the line `go`. Its clients then send requests until the process reads `stop`; it
-then prints `done`. After an error the process prints the error and exits; it also exits at the end of stdin.
+prints `ready`, and waits for the line `go`. After `go` the process's clients send requests until the process
+reads `stop` and prints `done`. The process prints an error and exits; it also exits at the end of stdin.
 """
 
 import asyncio

@@ -52,10 +52,10 @@ async def measured(plan: Plan, fleet: Fleet) -> Results:
         await _take(plan, fleet, results, replicas, seed)
         weights, control = results.weights[-1], results.control[-1]
         print(
-            f"{replicas} replicas, seed {seed}: min/max {weights.min_by_max:.4f}, one queue a replica"
-            f" {control.min_by_max:.4f}, trickle {results.trickle[-1].ratio:.4f},"
-            f" expired {results.guarded[-1].expired} (unguarded {results.unguarded[-1].expired}), inversions"
-            f" {results.bands[-1].order.inverted_turns}, tokens {results.tokens[-1].min_by_max:.4f}",
+            f"{replicas} replicas, seed {seed}: min/max of service {weights.min_by_max:.4f}, separate queues"
+            f" {control.min_by_max:.4f}; trickle's wait / bulk's {results.trickle[-1].ratio:.4f}; expired"
+            f" {results.guarded[-1].expired}, unguarded {results.unguarded[-1].expired}; band inversions"
+            f" {results.bands[-1].order.inverted_turns}; tokens min/max {results.tokens[-1].min_by_max:.4f}",
             flush=True,
         )
     split = scenarios.split_flows(plan.weights)
@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim; met if `measured` `sign` `limit` is true, where `sign` is a key of _COMPARE."""
+    """A claim that `measured` compares with `limit` as `sign` (a key of _COMPARE) says."""
 
     what: str
     measured: float

@@ -3,9 +3,9 @@ option `--only PART`, prints the page instead).
 
 A real API server serves two InferencePools of one namespace. Each pool has a Valkey, two replicas with a
 chart's flags, and an Envoy configured like a gateway. One process runs the model servers, each at its own
-loopback address. It measures a replica's CPU at rest, with and without replacing a tenth of the pods each
-minute; the CPU per request in both pools, in turns; the replica's calls to the API server; and prefix hits if
-a pick looks at a part of the endpoints, and at all endpoints (hits.py).
+loopback address. Measured are a replica's CPU at rest, with and without replacing a tenth of the pods each
+minute; the CPU per request in both pools, in turns; the replica's calls to the API server; and the prefix
+hits of picks that look at some endpoints and of picks that look at all (hits.py).
 """
 
 import argparse
@@ -40,7 +40,7 @@ _ROUNDS = 12
 _REPLACED_S = 600.0  # every pod is replaced within this time, a tenth of the pods each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common text; a prompt's own characters
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common prefix of all prompts; further characters
 _READY_S = 120.0
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
@@ -218,9 +218,9 @@ def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
 @dataclass(slots=True)
 class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
-    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # by round: small and large pool
+    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # a round's costs in both pools
     calls: dict[str, int] = field(default_factory=dict)  # number of API calls by a key such as `list pods`
-    hits: tuple[Hits, Hits] | None = None  # with sampled endpoints; with all endpoints
+    hits: tuple[Hits, Hits] | None = None  # hits of picks from sampled endpoints and from all endpoints
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
@@ -268,7 +268,7 @@ def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, f
 
 
 def faults(found: Found) -> list[str]:
-    """A text for each limit that the measurement broke."""
+    """A text for each limit that the measurement exceeds."""
     missed = []
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:
@@ -276,7 +276,7 @@ def faults(found: Found) -> list[str]:
     if found.costs and (ratio := ratios(found.costs, "replica_us")[0]) > _MOST_OF_A_PICK:
         missed.append(f"a request costs {ratio:.2f} times as much as in the small pool")
     if found.hits and found.hits[0].share < _LEAST_HITS * found.hits[1].share:
-        missed.append("too few prefix hits")
+        missed.append("picks that look at some endpoints have too few prefix hits")
     missed += [f"{count} times {call}" for call, count in found.calls.items() if count > 1]
     return missed
 
@@ -300,8 +300,7 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
         parts.append(
             f"## At rest\n\nPer cent of a core in {options.seconds:g} s, without a request. `replaced`: a "
             "tenth of the pods in each minute, one after the other. Calls of one replica to the API server "
-            f"until then: {calls}.\n\n"
-            + table(["pool", "publishing or other replica", "the other", "Valkey"], rows)
+            f"until then: {calls}.\n\n" + table(["pool", "first replica", "second replica", "Valkey"], rows)
         )
     if found.costs:
         rows = []
@@ -322,9 +321,9 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
             for name, each in zip(("a part", "all"), found.hits, strict=True)
         ]
         parts.append(
-            "## Prefix hits\n\nIn one process, without network: chats of several turns behind a few system "
-            "prompts. `hits`: share of the prompts' blocks that the chosen endpoint had. `load`: requests "
-            "that it already had.\n\n" + table(["looked at", "hits", "load, mean", "load, p99"], rows)
+            "## Prefix hits\n\nIn one process, without network: chats of several turns after a few system "
+            "prompts. `hits`: share of the prompts' blocks that the chosen endpoint had. `load`: its "
+            "earlier requests.\n\n" + table(["looked at", "hits", "load, mean", "load, p99"], rows)
         )
     return "\n\n".join(parts) + "\n"
 

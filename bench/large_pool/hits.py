@@ -1,4 +1,4 @@
-"""Compares prefix hits if a pick looks at a part of a large pool's endpoints, and at all endpoints.
+"""Compares prefix hits of picks that look at some of a large pool's endpoints and of picks that look at all.
 
 Runs a replica's chooser and the script's formula for the choice among candidates in this process. Simulated
 chats of several turns begin with one of a few system prompts. Each request runs until `_RUNNING` more
@@ -44,7 +44,7 @@ class Hits:
 
 
 def measure_hits(size: int) -> tuple[Hits, Hits]:
-    """The prefix hits if a pick looks at a part of `size` endpoints, and if a pick looks at all endpoints."""
+    """The prefix hits of picks that look at some of `size` endpoints, and of picks that look at all."""
     with patch.object(endpoint_states, "ALL_LOOKED_AT", _ALL):
         of_all = _run(size)
     return _run(size), of_all

@@ -23,7 +23,7 @@ _ROUNDS_BESIDE_BASELINE = 6
 # missed this limit: 3.1 calls; 3.7 with `place` and `acknowledge` (bench/results/lifecycle.md).
 _BASELINES = 3.0
 _GROWTH = 1.7
-_LIMITED_US = 15  # what limits of tenants may add to a request
+_LIMITED_US = 15  # CPU that tenants' limits may add to a request
 _LONGEST_US = 5000
 _BYTES = 500
 _LEAF_BYTES = 200
@@ -90,12 +90,12 @@ def _measure(redis_server: Server, most: int, rounds: int) -> Iterator[Row]:
     yield Row("the baseline", median(baselines), float("inf"), "us")
     for name, cost in costs.items():
         yield Row(f"a request: {name}", cost, float("inf"), "us")
-    yield Row("the longest call of these", longest, _LONGEST_US, "us")
+    yield Row("the longest call for requests", longest, _LONGEST_US, "us")
 
 
 def _beside_baseline(redis_server: Server, baselines: list[float]) -> Iterator[Row]:
     """Compare Redis's CPU for a request and for a baseline call, by many short runs in turns."""
-    steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
+    steps = {"admit, wait, grant, settle": False, "admit, wait, grant, place, acknowledge, settle": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
         baselines.append(baseline(redis_server, 2 * _REQUESTS))
@@ -107,14 +107,14 @@ def _beside_baseline(redis_server: Server, baselines: list[float]) -> Iterator[R
         yield Row(
             f"{what}, in calls of the baseline: the least of {_ROUNDS_BESIDE_BASELINE}", least, _BASELINES, ""
         )
-        yield Row("the same of medians", median(us) / median(baselines), _BASELINES, "")
+        yield Row(f"{what}: by medians", median(us) / median(baselines), _BASELINES, "")
 
 
 def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
     queued = median(each.queued_bytes for each in found)
     yield Row(f"memory of a queued request, {ordering}", queued, _BYTES, "bytes")
     registry = median(each.registry_bytes for each in found)
-    yield Row(f"bytes of these in the registry of 10 workloads, {ordering}", registry, float("inf"), "bytes")
+    yield Row(f"a queued request's bytes in the registry, {ordering}", registry, float("inf"), "bytes")
 
 
 def _upkeep(redis_server: Server, queued: int, rounds: int) -> Iterator[Row]:
@@ -152,7 +152,7 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
-    parser.add_argument("--quick", action="store_true", help="small sizes, each once")
+    parser.add_argument("--quick", action="store_true", help="measure small sizes, each once")
     options = parser.parse_args()
     about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
     with server() as redis_server:
@@ -188,14 +188,14 @@ def _page(about: str, rows: list[Row]) -> str:
 
 {about}
 
-A request is admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue
-keeps its length; the calls are recorded once, and replayed at full speed. Server CPU, medians of {_ROUNDS}
-(the largest size: once). The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by
-`redis-benchmark`; a request is compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns.
-Everything is done twice; the shortest time of a call counts: in server CPU where it fills the queue and in
-upkeep, else by the slow log. Upkeep: sweeps of {MANY} requests that are overdue, expired, past their lease or
-owned by a silent replica; calls of {MAX_BATCH} arrivals that preempt in a full queue; policy changes.
-Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.
+A request is admitted, waits, is granted, placed, acknowledged and settled, {BATCH} requests a call, while the
+queue keeps its length; the calls are recorded once, and replayed at full speed. Server CPU, medians of
+{_ROUNDS} rounds (the largest size: one). The baseline is a call of a script of three writes (ZADD, HINCRBY,
+ZPOPMIN) by `redis-benchmark`; {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns, compare a request with
+the baseline. Each call is made twice, and its shorter time counts: server CPU of calls that fill the queue
+and of upkeep, else the slow log's time. Upkeep: sweeps of {MANY} requests that are overdue, expired, past
+their lease or owned by a silent replica; calls of {MAX_BATCH} arrivals that preempt in a full queue; policy
+changes. *Many of all*: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.
 
 Limits missed: {"; ".join(missed) or "none"}.
 

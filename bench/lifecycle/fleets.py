@@ -60,7 +60,7 @@ def measure_fleets(server: Server, rounds: int) -> tuple[bool, str]:
     dashboard = line([(float(n), sum(views[n])) for n in _VIEWED_FITTED])
     told = line([(float(n), views[n][0]) for n in _VIEWED_FITTED])[1]
     formula = Formula(direct, waiting, dashboard, told).fitted(points[: len(_FITTED_FLEETS)])
-    rows: list[tuple[str, bool, float, float, str]] = []  # label, fitted?, measured, formula, unit
+    rows: list[tuple[str, bool, float, float, str]] = []  # label, fitted, measured, formula, unit
     for (queued, batch), (calls, us) in requests.items():
         fixed, each = waiting if queued else direct
         what = f"a {'queued' if queued else 'direct'} request, {batch} a call, Valkey full"
@@ -127,7 +127,7 @@ class _Replicas:
 
 
 def _replica_info(number: int) -> str:
-    """A text of usual length about a replica, as a heartbeat carries (fleet/info.py)."""
+    """A replica's info of usual length, as a heartbeat carries it (fleet/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,

@@ -17,8 +17,8 @@ _MAX_BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Size and load of a fleet. If `queued`, every request waits in the queue. `dashboards`: how many are
-    open."""
+    """Size and load of a fleet. If `queued`, every request waits in the queue. `dashboards` is the number of
+    open dashboards."""
 
     replicas: int
     requests_per_s: float
@@ -39,7 +39,7 @@ class Formula:
     """The parameters (µs). `direct`, `waiting`: cost of a request, fixed and per call, when Valkey is busy.
     `dashboard`: cost of a dashboard per second, fixed and per replica in the reply. `told`: extra cost of
     reading the state, per replica in the reply. Fitted: `replica`, cost of a replica per second; `wake`,
-    extra cost of a message to an idle Valkey; `calm`, the message rate at which half find it idle."""
+    extra cost of a message to an idle Valkey; `calm`, messages/s at which half find Valkey idle."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]

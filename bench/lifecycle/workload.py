@@ -14,7 +14,7 @@ from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
 from picker_fleet.state.batching import MAX_BATCH
 from picker_fleet.state.store import PACKED_USAGE
 
-BATCH = 16  # requests a call
+BATCH = 16  # requests in each script call
 _IN_FLIGHT = 4 * BATCH
 _PLENTY = 100_000
 _FILL = 64
@@ -24,9 +24,9 @@ _OWNER = "x2k4p-9f3c1a7e"  # this id has the length of a replica's id in Kuberne
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of the shared state while requests are measured. `batch`: requests per call. If the size has
-    `queued` 0, the bounds have room for every request. `limited`: flows are tenants, on three levels with
-    four limits."""
+    """The size of the shared state while requests are measured. `batch`: requests per call. If `queued` is 0,
+    the bounds have room for every request. If `limited`, flows are tenants on three levels with four limits.
+    """
 
     queued: int = 1000
     flows: int = 10

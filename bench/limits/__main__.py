@@ -68,7 +68,7 @@ async def _search(them: Servers, kind: Kind, replicas: int) -> Searched:
 
 
 async def _compare(kind: Kind, sizes: Sequence[int], folder: Path, replicas: int, rounds: int) -> str:
-    """Compare the best static bound and the limits found, in `rounds` of one run of each."""
+    """Compare the best static bound with the limits that the fleet finds; a round has one run of each."""
     async with servers(folder, sizes) as them:
         searched = await _search(them, kind, replicas)
         best = best_bound(searched)
@@ -118,7 +118,7 @@ async def _scaled(folder: Path, replicas: int, rounds: int) -> str:
 
 
 async def _restarted(folder: Path, replicas: int, rounds: int) -> str:
-    """One of four servers is killed, and starts again 3 s after."""
+    """One of four servers is killed, and starts again 3 s later."""
     async with servers(folder, [SLOTS] * 4) as them:
         found = await _search(them, _CHATS, replicas)
         first = them.addresses[0]
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, action="append", metavar="N", help="default: 1, 2, 4 and 8")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument(
-        "--go", metavar="FILE", help="the Go picker (bench/overhead/gateway.py says how to build)"
+        "--go", metavar="FILE", help="the Go picker's binary (bench/overhead/gateway.py says how to build)"
     )
     options = parser.parse_args()
     file = options.out / "limits.md"

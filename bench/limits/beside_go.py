@@ -54,7 +54,7 @@ def _config(detector: str = "", threshold: int = 0) -> str:
         "plugins": plugins,
         "schedulingProfiles": [{"name": "default", "plugins": picked}],
     }
-    if detector:  # the detector gates the queue and filters endpoints; the producer counts requests for it
+    if detector:  # gates the queue and filters endpoints by the producer's counts of requests
         plugins.append({"type": detector, "parameters": {_DETECTORS[detector][0]: threshold}})
         plugins.append({"type": "inflight-load-producer"})
         picked.append({"pluginRef": detector})
@@ -63,7 +63,7 @@ def _config(detector: str = "", threshold: int = 0) -> str:
 
 
 async def compare(kind: Kind, go: str, rounds: int) -> str:
-    """A table of this picker and the Go picker, the program `go`, with each detector; medians of `rounds`."""
+    """A table of medians of `rounds` for this picker, and for the Go picker (binary `go`) by detector."""
     with tempfile.TemporaryDirectory() as name, started(Path(name) / "cluster") as cluster:
         async with servers(Path(name), [SLOTS] * _SERVERS) as them:
             cluster.put_pool(_POOL, [int(each.rpartition(":")[2]) for each in them.addresses], APP)

@@ -24,9 +24,9 @@ from picker_tools.local_fleet.processes import picker_command
 
 SLOTS = 16  # sequences that a server runs at once
 SLOWDOWN = 2.0  # steps of 40 ms and more, so that servers, fleet and load fit on two cores
-_KV_BLOCKS = 600  # KV blocks of such a server: 16 short chats fit, but only 7 long prompts
-SEARCHED_S = (6.0, 18.0)  # seconds into a run of a search: figures begin, run ends
-COMPARED_S = (20.0, 50.0)  # seconds into a compared run: figures begin, run ends
+_KV_BLOCKS = 600  # a server's KV blocks: 16 short chats fit, but only 7 long prompts
+SEARCHED_S = (6.0, 18.0)  # in a search: the seconds at which a run's figures begin and the run ends
+COMPARED_S = (20.0, 50.0)  # in a comparison: the seconds at which a run's figures begin and the run ends
 _ALIKE = 0.98  # best bound: the least p95 TTFT among bounds with this share of the highest throughput
 _READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
 
@@ -62,7 +62,7 @@ class Servers:
         stack.callback(child.kill)
 
     async def kill(self, address: str) -> None:
-        """Kill a server, if it runs, amid its requests."""
+        """Kill a server, if it runs, while it serves requests."""
         await self._running.pop(address, contextlib.AsyncExitStack()).aclose()
 
     async def show(self, count: int) -> None:
@@ -112,7 +112,7 @@ async def fleet(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """`tokens_per_s` counts tokens as the servers generate them; the other figures are the clients'."""
+    """Servers count `tokens_per_s` as they generate tokens; clients measure the other figures."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -123,7 +123,7 @@ class Figures:
     HEAD: ClassVar = ("requests/s", "tokens/s", "TTFT p50, s", "p95, s", "unserved")
 
     def cells(self) -> list[str]:
-        """The row of a table below HEAD."""
+        """The cells of a table's row; HEAD has their headings."""
         return [
             f"{self.requests_per_s:.1f}", f"{self.tokens_per_s:.0f}", f"{self.ttft_p50_s:.2f}",
             f"{self.ttft_p95_s:.2f}", f"{self.unserved:.0f}",

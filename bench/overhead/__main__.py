@@ -2,7 +2,7 @@
 
 `--go FILE` also measures the Go picker, and both pickers with 100 endpoints, and writes beside-go.md
 (gateway.py says how to build FILE). `--beside CHECKOUT` also measures another checkout, to see whether a
-change made requests more expensive, `--tenants` another fleet, with limits of tenants; both only print.
+change made requests more expensive; `--tenants` also measures a fleet with tenant limits. Both only print.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _MODEL = ("--ttft", "0", "--itl", "2", "--max-num-seqs", "256", "--kv-blocks", "
 _SCORERS = ("queue-depth", "kv-cache", "prefix-affinity")
 _NONE = "no picker"
 _LIMIT = {"tokens": 10**12, "per": "1m"}
-_TENANTS = {  # four limits on three levels, which no request reaches
+_TENANTS = {  # four limits on three levels of tenants; no request reaches a limit
     "nodes": [
         {"path": "acme", "limits": [_LIMIT], "max_parallel_requests": 10**6},
         {"path": "acme/search", "limits": [{"requests": 10**9, "per": "1s"}]},
@@ -144,7 +144,7 @@ def _beside_checkout(found: Readings, modes: Sequence[str]) -> str:
         for case in CASES
         for mode in modes
     ]
-    text = "CPU / CPU of the other in the same round: geometric mean and 95 % interval."
+    text = "CPU divided by the compared fleet's in the same round: geometric mean, 95 % interval."
     return f"{text}\n\n{table(['request', 'mode', 'replicas', 'Valkey', 'Envoy'], rows)}"
 
 
@@ -175,9 +175,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     beside = parser.add_mutually_exclusive_group()
-    beside.add_argument("--go", metavar="FILE", help="the Go picker")
-    beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version")
-    beside.add_argument("--tenants", action="store_const", const=_TENANTS, help="the same with tenants")
+    beside.add_argument("--go", metavar="FILE", help="the Go picker's binary")
+    beside.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another version's folder")
+    beside.add_argument("--tenants", action="store_const", const=_TENANTS, help="also with tenants")
     args = parser.parse_args(arguments)
     shown = ["--go FILE"] * bool(args.go) + ["--beside CHECKOUT"] * bool(args.beside)
     about = describe_run(" ".join(["python -m bench.overhead", *shown, f"--rounds {args.rounds}"]))

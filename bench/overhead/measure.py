@@ -88,7 +88,7 @@ class Readings:
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
-        """For each round: the figure `of` of target `own`, divided by that figure of target `other`."""
+        """For each round: figure `of` of target `own`, divided by the same figure of target `other`."""
         pairs = zip(self.by_case[case][own], self.by_case[case][other], strict=True)
         return [of(a) / of(b) for a, b in pairs]
 

@@ -36,8 +36,8 @@ _TOKENS_A_BLOCK = BLOCK_BYTES // BYTES_PER_TOKEN
 _ENGINE_BLOCK_TOKENS = 16
 _QUESTION_BLOCKS = (1, 5)
 _TIMES_WHAT_FITS = 2  # number of conversations, as a multiple of the number that fits into all caches
-_RUNNING = 112  # requests at a time on all engines
-_SECONDS_A_REQUEST, _SCRAPE_EACH = 0.03, 3  # time between requests; requests between two scrapes
+_RUNNING = 112  # mean number of requests that run on all engines
+_SECONDS_A_REQUEST, _SCRAPE_EACH = 0.03, 3  # seconds between requests; requests between two scrapes
 
 FIXED, LEARNT, PRECISE, ORACLE = "fixed", "learnt", "precise", "oracle"
 
@@ -47,7 +47,7 @@ class Case:
     """Engines that keep `capacities` blocks, and run `places` requests at once. A conversation begins with
     one of `systems` system prompts of `system_blocks` blocks, and has `turns`, each with an answer of
     `answer_blocks`. `usage`: answers report cached tokens; `page`: pages report the KV cache's size;
-    `weight`: of the scorer `prefix-affinity`."""
+    `weight`: weight of the scorer `prefix-affinity`."""
 
     name: str
     capacities: tuple[int, ...]
@@ -260,22 +260,22 @@ _PAGE = f"""\
 `python -m bench.prefixes`, a simulation, so its figures do not depend on the machine. Eight simulated engines
 with an LRU prefix cache; {_TIMES_WHAT_FITS} times the conversations that fit; each request is the next turn
 of a random conversation; on average {_RUNNING} requests run, on 16 places an engine. The chooser, the index
-and the correction are the product's code, with the scorers `queue-depth` 2, `kv-cache` 2, `prefix-affinity`
-3.
+and the correction are the product's code; scorers and weights: `queue-depth` 2, `kv-cache` 2,
+`prefix-affinity` 3.
 
-*Fixed*: the index assumes 31 250 blocks of 256 bytes for each engine. *Learnt*: as the product does.
-*Precise*: the index reads the engines' caches. *Oracle*: one LRU cache has room for the blocks of all
-engines, and load does not matter; since all conversations are equally likely to go on, no index keeps better
-blocks than the last used. Hits are by the engines' counters: prompt tokens found in the cache, divided by
-prompt tokens, in the second half of the requests. *Estimate*: the learnt capacities at the end, divided by
-the engines' own, from the lowest to the highest. *Idle places*: 256 places an engine, so that no request
-waits there. *Weight 6*: of `prefix-affinity`. *Agents*: four turns after one of 150 system prompts of 15 to
-36 KB, else twelve turns after one of 20 of 1 to 4 KB; with 48 000 blocks sixty turns.
+*Fixed*: the index assumes 31 250 blocks of 256 bytes for each engine. *Learnt*: the index learns each
+engine's capacity, as in the product. *Precise*: the index reads the engines' caches. *Oracle*: one LRU cache
+has room for the blocks of all engines, and load does not matter; since all conversations are equally likely
+to go on, no index keeps better blocks than the most recently used. Hits are by the engines' counters: prompt
+tokens found in the cache, divided by prompt tokens, in the second half of the requests. *Estimate*: the
+learnt capacities at the end, divided by the engines' own, from the lowest to the highest. *Idle places*: 256
+places an engine, so that no request waits there. *Weight 6*: `prefix-affinity` has weight 6. *Agents*: a
+conversation has four turns after one of 150 system prompts of 15 to 36 KB. Other conversations have twelve
+turns (with 48 000 blocks sixty) after one of 20 system prompts of 1 to 4 KB.
 
-Learnt is as good as precise: more knowledge gains nothing, so where precise is below 1.15 times fixed,
-learning cannot reach it. What both lack to the oracle goes to the scorers of load, which move requests away
-from their prompts, unless places are idle or `prefix-affinity` weighs more. On real servers:
-[vllm-prefixes.md](vllm-prefixes.md).
+Learnt is as good as precise, so reading the engines' caches gains nothing. Both have fewer hits than the
+oracle, because the scorers of load move requests away from their prompts' endpoints, unless places are idle
+or `prefix-affinity` weighs more. On real servers: [vllm-prefixes.md](vllm-prefixes.md).
 """
 
 

@@ -38,7 +38,7 @@ class Timeline:
 
 
 class Server:
-    """One model server. `computed`: by sequence the tokens computed for it, those computed again included."""
+    """One model server. `computed`: number of tokens computed by sequence, including recomputed tokens."""
 
     def __init__(self, timeline: Timeline, limits: Limits) -> None:
         self._timeline = timeline

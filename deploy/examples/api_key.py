@@ -1,15 +1,15 @@
-"""The flow of a request by its API key: a table from SHA-256 of the key to the flow's name.
+"""Makes Envoy set a request's flow by its API key: a table has the flow's name for each key's SHA-256.
 
     picker envoy-config --config picker.yaml | python deploy/examples/api_key.py keys.yaml > envoy.yaml
 
-keys.yaml has a line for each key, and none of the keys themselves (`printf %s "$KEY" | sha256sum`):
+keys.yaml has a line for each key, with the key's hash (`printf %s "$KEY" | sha256sum`) instead of the key:
 
     "4fb2…": team-a
-    "91c0…": team-a/nightly            # a path, where the configuration has `tenants`
+    "91c0…": team-a/nightly            # a path, if the configuration has `tenants`
 
-A request brings its key as `authorization: Bearer KEY`, or as `x-api-key: KEY` as Anthropic's clients do.
-Without a key of the table it is answered 401; with one, neither the picker nor a model server sees the key.
-Keys must be long and random, as those of `openssl rand -hex 24` are: who guesses one has its flow.
+A request has its key in `authorization: Bearer KEY`, or in `x-api-key: KEY` as Anthropic's clients send it.
+Envoy answers 401 if the table lacks the key; otherwise Envoy removes the key before picker and model server.
+Keys must be long and random, as `openssl rand -hex 24` makes them: whoever guesses a key gets its flow.
 """
 
 import json
@@ -81,7 +81,7 @@ def lua(flows: dict[str, str]) -> str:
     primes = [n for n in range(2, 312) if all(n % d for d in range(2, n))]
     return _LUA % {
         "flows": ", ".join(f'["{digest}"] = {_quoted(flow)}' for digest, flow in flows.items()),
-        # The constants of SHA-256: the first 32 bits behind the point of primes' roots.
+        # SHA-256's constants: the first 32 bits of the fractional parts of roots of primes.
         "begin": ", ".join(str(int(prime ** (1 / 2) % 1 * 2**32)) for prime in primes[:8]),
         "round": ", ".join(str(int(prime ** (1 / 3) % 1 * 2**32)) for prime in primes),
         "refusal": _quoted(_REFUSAL),
@@ -94,15 +94,15 @@ def _quoted(text: str) -> str:
 
 
 def table(file: Path) -> dict[str, str]:
-    """The table in `file`; ends the program with what is wrong with it."""
+    """The table in `file`. Ends the program with an error message if the table is invalid."""
     flows = yaml.safe_load(text(file))
     if not isinstance(flows, dict) or not flows:
-        sys.exit(f"{file}: a table of SHA-256 and flow is needed")
+        sys.exit(f"{file}: must have a table from SHA-256 to flow")
     for digest, flow in flows.items():
         if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-            sys.exit(f"{file}: {digest!r} is no SHA-256: 64 hexadecimal digits, in quotes")
+            sys.exit(f"{file}: {digest!r} is not a SHA-256 of 64 hexadecimal digits in quotes")
         if not isinstance(flow, str) or not flow.isprintable() or not 1 <= len(flow.encode()) <= 256:
-            sys.exit(f"{file}: {flow!r} is no flow's name of 1 to 256 bytes")
+            sys.exit(f"{file}: {flow!r} is not a printable flow name of 1 to 256 bytes")
     return flows
 
 

@@ -1,11 +1,11 @@
-"""The flow of a request by its client's certificate: the URI in it, such as a SPIFFE ID.
+"""Makes Envoy set a request's flow to the URI in the client's certificate, such as a SPIFFE ID.
 
     picker envoy-config --config picker.yaml | python deploy/examples/client_certificate.py \\
         --certificate server.pem --key server.key --client-ca clients.pem \\
         --uri-prefix spiffe://example.org/ > envoy.yaml
 
-Envoy speaks TLS with this certificate and key, and only with clients whose certificate an authority of
-clients.pem has signed and whose URI begins so. The whole URI is the flow: a renewed certificate keeps it.
+Envoy serves TLS with server.pem and server.key, and accepts only clients whose certificate is signed by an
+authority in clients.pem and has a URI with this prefix. The flow is the whole URI, so it outlives renewals.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from edge import FAIRNESS_ID, filter_chain, first_filter, read, write
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name in ("--certificate", "--key", "--client-ca"):
-        parser.add_argument(name, required=True, type=Path, metavar="FILE", help="PEM, as Envoy finds it")
+        parser.add_argument(name, required=True, type=Path, metavar="FILE", help="PEM, at Envoy's path")
     parser.add_argument("--uri-prefix", required=True, metavar="URI")
     args = parser.parse_args()
     tree = read()

@@ -1,7 +1,7 @@
-"""Shared by the examples of this folder: reads, changes and writes the bootstrap of `picker envoy-config`.
+"""Helpers for the examples in this folder: read, change and write the bootstrap of `picker envoy-config`.
 
 The bootstrap removes clients' own fairness ids, in both spellings, before the first filter runs. So the
-picker sees what a filter sets, and uses it if `extproc.trusted_headers` names it.
+picker gets only the fairness id that a filter sets, and uses it if `extproc.trusted_headers` has the header.
 """
 
 import sys
@@ -24,7 +24,7 @@ def text(file: Path) -> str:
 
 
 def read() -> Tree:
-    """The bootstrap on stdin."""
+    """The bootstrap that stdin contains."""
     tree = yaml.safe_load(sys.stdin)
     if not isinstance(tree, dict) or "staticResources" not in tree:
         sys.exit("no bootstrap on stdin: picker envoy-config … | python " + sys.argv[0])
@@ -32,17 +32,17 @@ def read() -> Tree:
 
 
 def filter_chain(tree: Tree) -> Tree:
-    """Where clients connect."""
+    """The filter chain of the listener to which clients connect."""
     chain: Tree = tree["staticResources"]["listeners"][0]["filterChains"][0]
     return chain
 
 
 def first_filter(tree: Tree, name: str, config: Tree) -> None:
-    """Put an HTTP filter before all others, the picker's among them."""
+    """Put an HTTP filter before all other filters, including the picker's ext_proc filter."""
     manager = filter_chain(tree)["filters"][0]["typedConfig"]
     removed = [each["remove"] for each in _early(manager) if "remove" in each]
     if FAIRNESS_ID not in removed:
-        sys.exit(f"the bootstrap lets clients set {FAIRNESS_ID}: write it without --trust-headers")
+        sys.exit(f"the bootstrap lets clients set {FAIRNESS_ID}: make it without --trust-headers")
     manager["httpFilters"].insert(0, {"name": name, "typedConfig": config})
 
 
@@ -55,5 +55,5 @@ def _early(manager: Tree) -> list[Tree]:
 
 
 def write(tree: Tree) -> None:
-    """The bootstrap to stdout."""
+    """Write the bootstrap to stdout."""
     yaml.safe_dump(tree, sys.stdout, sort_keys=False, width=110)

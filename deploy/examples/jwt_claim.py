@@ -1,12 +1,12 @@
-"""The flow of a request by a claim of its JSON Web Token, which Envoy's own `jwt_authn` checks.
+"""Makes Envoy set a request's flow to a claim of its JSON Web Token, which the filter `jwt_authn` checks.
 
     picker envoy-config --config picker.yaml | python deploy/examples/jwt_claim.py \\
         --issuer https://login.example.org --audience inference --jwks jwks.json --claim sub > envoy.yaml
 
-A request brings its token as `authorization: Bearer TOKEN`. Without one that is signed by a key of jwks.json,
-in its time and of this issuer, it is answered 401; for another audience or without the claim, 403. The token
-goes no further than Envoy. Where the issuer serves its keys itself, put `remoteJwks` (and a cluster for it)
-in place of `localJwks`.
+A request has its token in `authorization: Bearer TOKEN`. Envoy answers 401 unless a key in jwks.json signed
+the token, this issuer issued it, and it has not expired; Envoy answers 403 if the token is for another
+audience or lacks the claim. Envoy removes the token. If the issuer serves its keys, replace `localJwks` by
+`remoteJwks` and a cluster for the issuer.
 """
 
 import argparse
@@ -23,14 +23,14 @@ def main() -> None:
     parser.add_argument("--issuer", required=True)
     parser.add_argument("--audience", required=True)
     parser.add_argument("--jwks", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--claim", default="sub", help="whose value is the flow (default: %(default)s)")
+    parser.add_argument("--claim", default="sub", help="claim whose value is the flow (default: %(default)s)")
     args = parser.parse_args()
     keys = text(args.jwks)
     if not json.loads(keys).get("keys"):
-        parser.error(f"{args.jwks}: no keys in it")
+        parser.error(f"{args.jwks} contains no keys")
     tree = read()
     claimed = {"name": FAIRNESS_ID, "stringMatch": {"safeRegex": {"regex": ".+"}}}
-    # The second of the two: a request ends here if the token that was checked has no claim to be its flow.
+    # This filter runs after `jwt_authn`, and refuses requests whose valid token lacks the claim for the flow.
     first_filter(
         tree,
         "envoy.filters.http.rbac",

@@ -1,13 +1,14 @@
 #!/bin/sh
-# Run in a build stage: /opt/picker from the lock file LOCK and the project's wheel, the same for the same inputs.
+# Runs in a build stage: installs the project's wheel in /opt/picker, and writes the SBOM of lock file $1. Equal inputs
+# give an equal /opt/picker.
 set -eu
 lock=$1
 
 /opt/build/bin/pip --python /opt/picker/bin/python install --no-compile --no-deps --no-index /wheel/*.whl
 /opt/build/bin/python sbom.py "$lock" /wheel/*.whl >/opt/picker/sbom.cdx.json
 
-# Tests that packages bring are for their authors.
+# No one runs the packages' own tests in an image.
 find /opt/picker/lib -depth -type d \( -name tests -o -name test \) -exec rm -r {} +
-# Compiled here, since a container's root is read-only. By hash and not by time, so that two builds are equal.
-# A template that is no Python (of another package) is left as it is.
+# Compile now, because a container's root is read-only; use hashes instead of times, so that two builds are equal.
+# `|| :` ignores errors in packages' templates that are not valid Python.
 PYTHONHASHSEED=0 /opt/picker/bin/python -m compileall -f -qq --invalidation-mode unchecked-hash /opt/picker/lib || :

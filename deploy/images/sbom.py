@@ -2,8 +2,8 @@
 
     sbom.py LOCK WHEEL > sbom.cdx.json
 
-It lists what LOCK pins for this platform, each package with the hashes of which pip has accepted one. The
-same inputs give the same text.
+It lists the packages that LOCK pins for this platform, with their hashes; pip has accepted a file with one of
+a package's hashes. Equal inputs give equal text.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def _component(name: str, version: str, hashes: list[str]) -> dict[str, object]:
     }
     if len(hashes) == 1:
         component["hashes"] = [{"alg": "SHA-256", "content": hashes[0]}]
-    else:  # one file of several: each is a distribution of its own
+    else:  # the installed file is one of several; list each file as a distribution
         listed = [{"alg": "SHA-256", "content": each} for each in hashes]
         component["externalReferences"] = [
             {"type": "distribution", "url": purl, "hashes": [each]} for each in listed
@@ -46,7 +46,7 @@ def locked(text: str) -> list[dict[str, object]]:
         found = _ENTRY.match(first)
         hashes = _HASH.findall("\n".join(rest))
         if found is None or not hashes:
-            raise SystemExit(f"not a pinned package with its hashes: {first}")
+            raise SystemExit(f"the lock file has no pinned package with hashes here: {first}")
         if found["marker"] is None or Marker(found["marker"]).evaluate():
             components.append(_component(found["name"], found["version"], hashes))
     return components

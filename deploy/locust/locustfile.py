@@ -1,11 +1,11 @@
-"""The scenarios of `picker load` for Locust: one User class each, named after its scenario.
+"""The scenarios of `picker load` for Locust: a User class for each scenario, with the scenario's name.
 
     locust -f deploy/locust/locustfile.py --host http://127.0.0.1:8080 NoisyNeighbourUser -u 40
 
 Each simulated user sends a request of one of the scenario's sources, waits for its answer, pauses, and sends
-the next: a closed loop, so a slow fleet is asked for less. `picker load` is an open loop and checks the
-promises; this is for Locust's own page and statistics. `replica-crash`, `redis-outage` and `demo`
-send the load only and kill nothing. Refusals are failures, named by their reason.
+the next request: a closed loop, so a slow fleet gets less load. `picker load` is an open loop and checks the
+promises; this file gives Locust's page and statistics. `replica-crash`, `redis-outage` and `demo` only send
+the load and kill no process. Refusals count as failures, named by their reason.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from locust import FastHttpUser, task
 from picker_tools.load.generator import PATH
 from picker_tools.load.scenarios import SCENARIOS, Scenario, source_request
 
-_PAUSE_S = 1.0  # mean, between the answer and the next request
-_MODEL = "llama"  # what `picker up` serves
+_PAUSE_S = 1.0  # mean pause between an answer and the user's next request
+_MODEL = "llama"  # the model that `picker up` serves
 
 _numbers = itertools.count()
 _chance = Random()
 
 
 class ScenarioUser(FastHttpUser):
-    """A user that plays one source after the other, each as often as its part of the scenario's load."""
+    """A user that draws each request's source with probability in proportion to the source's load."""
 
     abstract = True
     host = "http://127.0.0.1:8080"
@@ -56,7 +56,7 @@ class ScenarioUser(FastHttpUser):
                 response.success()
 
 
-# Locust finds its users among the module's names.
+# Locust uses the User classes among the module's global names.
 for _scenario in SCENARIOS.values():
     _name = "".join(word.capitalize() for word in _scenario.name.split("-")) + "User"
     globals()[_name] = type(_name, (ScenarioUser,), {"scenario": _scenario, "__doc__": _scenario.summary})

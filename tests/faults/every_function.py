@@ -41,7 +41,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one waits
+    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one reader waits
     await _many_notifications(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)

@@ -74,11 +74,11 @@ def _join(servers: list[Server]) -> None:
     for server in servers[1:]:
         server.ask("CLUSTER", "MEET", LOOPBACK, first.port, bus)
     for server in servers:
-        wait(lambda server=server: _known(server) == 6, "nodes that know each other")
+        wait(lambda server=server: _known(server) == 6, "every node to know six nodes")
     for primary, replica in zip(primaries, replicas, strict=True):
         replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))
     for replica in replicas:
-        wait(replica.follows, "a replica in sync")
+        wait(replica.follows, "a replica to get in sync")
     for server in servers:
         wait(lambda server=server: _is_whole(server), "a whole Cluster")
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 READY_S = 30.0
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that is silent for this time
-PATIENT_MS = 15_000  # so that Sentinels do not replace a stalled primary in tests that kill no server
+PATIENT_MS = 15_000  # in tests that kill no server, Sentinels must not replace a stalled primary
 REPLACED_S = 60.0  # time for a failover: a failed election is repeated after 10 s
 _POLL_S = 0.02
-_TRIES = 3  # another process may take the chosen port before the server does
+_TRIES = 3  # starts of a server, because another process may take its chosen port first
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
 
 

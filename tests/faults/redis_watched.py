@@ -47,13 +47,13 @@ def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterat
         first = stack.enter_context(redis_server(folder / "0", *fast, binary=server))
         of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
         second = stack.enter_context(redis_server(folder / "1", *fast, *of_first, binary=server))
-        wait(second.follows, "a replica in sync")
+        wait(second.follows, "the replica to get in sync")
         sentinels = [
             stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
             for number in range(3)
         ]
         found = Watched([first, second], sentinels)
-        wait(lambda: all(map(_sees_all, sentinels)), "Sentinels that know each other")
+        wait(lambda: all(map(_sees_all, sentinels)), "Sentinels to know all servers")
         yield found
 
 

@@ -1,6 +1,6 @@
 """The services of docker-compose.yml as local processes, without containers.
 
-Each process runs its service's command with the service's environment only. Container specifics become local:
+Each process runs its service's command with only the service's environment. Container settings are replaced:
 
 - every container has a loopback address, which replaces `0.0.0.0` and `127.0.0.1`;
 - `service:port` becomes the addresses of the service's containers, an option before it is repeated; in
@@ -30,7 +30,7 @@ FILE = ROOT / "docker-compose.yml"
 TOKEN = "the-token-of-the-test"
 _HEALTHY_S = 120.0  # seconds for a service to become healthy on a busy machine
 _STOP_S = 30.0
-_POLL_S = 0.2  # each health check is a process, which takes CPU from the services
+_POLL_S = 0.2  # not shorter: each health check starts a process, which takes CPU
 
 
 @dataclass(slots=True)

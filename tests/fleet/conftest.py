@@ -31,8 +31,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     """`shared_fleet(*options, config=None, spawned=False)` gives one fleet to all equal calls.
 
-    It is for tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has
-    module scope, so that pytest groups tests by parameter and each fleet starts once.
+    Use `shared_fleet` in tests that leave the fleet unchanged. A fixture that passes parameters to
+    `shared_fleet` has module scope, so that pytest groups tests by parameter and each fleet starts once.
     """
     running: dict[str, Fleet] = {}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# httpx imports these for its first request, which stops a test's clients for up to 2 s on a busy machine.
+# httpx imports these modules in its first request; on a busy machine this stops a test's clients for 2 s.
 import anyio._backends._asyncio  # noqa: F401
 import httpcore  # noqa: F401
 import httpx

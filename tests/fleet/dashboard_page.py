@@ -15,7 +15,7 @@ from admin_calls import event_stream
 if TYPE_CHECKING:
     from playwright.async_api import Browser, ConsoleMessage, Locator, Page
 
-CHROMIUM = "/usr/bin/chromium-headless-shell"  # opens a page with half of the CPU time of chromium
+CHROMIUM = "/usr/bin/chromium-headless-shell"  # needs half the CPU time of `chromium` for a page
 _ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -32,7 +32,7 @@ _POLL_S = 0.1
 @asynccontextmanager
 async def browser() -> AsyncIterator["Browser"]:
     """A headless Chromium; .ci/packages installs it."""
-    from playwright.async_api import async_playwright  # imported here: every worker imports this module
+    from playwright.async_api import async_playwright  # all test workers import this module
 
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:

@@ -149,8 +149,8 @@ def _picker(words: list[str], environment: Mapping[str, str]) -> int:
 
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # may have extensions
-    tempfile.tempdir = None  # its cached value may depend on the former environment
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # for extensions
+    tempfile.tempdir = None  # the cached folder may come from the former environment
     try:
         return cli.main(words)
     except SystemExit as end:

@@ -53,7 +53,7 @@ from picker_fleet.state.keys import Keys
 MODEL = "llama"  # served by the honest model servers
 TRAP = "trap"  # served by the hostile model servers
 HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
-REDIS_USER = "other"  # may use another pool than the fleet's, with any password
+REDIS_USER = "other"  # a Redis user for another pool than the fleet's; any password is valid
 
 
 class Target(NamedTuple):
@@ -78,7 +78,7 @@ _LEAVES_S = 0.3
 
 ENDED = "ended"
 Try = Callable[[Target, int], Awaitable[str]]
-Make = Callable[[int], bytes]  # bytes to send, by the number of the attempt
+Make = Callable[[int], bytes]  # makes the bytes that an attempt sends, from the attempt's number
 
 
 class Attack(NamedTuple):
@@ -351,7 +351,7 @@ def _process(body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> 
     return head.SerializeToString(), whole.SerializeToString()
 
 
-_HEAD, _NO_JSON = map(_message, _process(b"no JSON" * 70))  # the answer is 400
+_HEAD, _NO_JSON = map(_message, _process(b"no JSON" * 70))  # the picker answers 400
 
 
 def _silent_streams(number: int) -> bytes:
@@ -361,9 +361,9 @@ def _silent_streams(number: int) -> bytes:
 
 _OPEN = _HELLO + _calling().begin()[1]
 _SMALLEST = frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1")
-_RESIZED = b"\x20\x20"  # two changes of the header table's size
+_RESIZED = b"\x20\x20"  # two changes of the size of HPACK's header table
 _RESIZES = b"\x20" * 14_000
-# Each second a hundred times 10 000 frames.
+# Each second an attacker sends 10 000 of these frames a hundred times.
 _IDLE = (
     *(
         (_OPEN + more, each * 10_000)
@@ -411,7 +411,7 @@ async def _abandon(after_s: float, target: Target, number: int) -> str:
 
 
 async def _take_over(target: Target, number: int) -> str:
-    """Ask with the ids of running or waiting requests, in their flow, with another body."""
+    """Send requests with the ids and the flow of others' running or waiting requests, but another body."""
     path = ("/api/v1/inflight?limit=8", "/api/v1/queue?limit=8")[number % 2]
     async with _connected(target, "admin") as (reader, writer):
         writer.write(_reading(path))
@@ -532,7 +532,7 @@ _HALVES = (
     b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
     _request("/v1/completions", _ask())[:-10],
     b"GET /api/v1/state HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n",
-    b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # the answer has no end
+    b"GET /api/v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n",  # an endless event stream
 )
 
 
@@ -558,7 +558,7 @@ async def _read(target: Target, number: int) -> str:
 _CHECK = b"POST /check/v1/completions HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
 _FIELDS = b"x-field: " + b"x" * 1000 + b"\r\n"
-_CHECKS = (  # 100 MB/s each
+_CHECKS = (  # an attacker sends each at 100 MB/s
     (_CHECK % b"1.1", _FIELDS * 1000),  # headers
     (_CHECK % b"1.1" + _CHUNKED + b"0\r\n", _FIELDS * 1000),  # trailers
     (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of a chunk
@@ -622,8 +622,8 @@ ATTACKS = (
     Attack("a Redis user of another pool", _use_redis, 0.2),
 )
 _LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop: stands for network latency
-_FLAT_OUT = 16  # loops of an attack that makes no pauses, if its own are fewer
-_CORES = 0.5  # most CPU of an attack that makes no pauses
+_FLAT_OUT = 16  # minimum number of loops of an attack that makes no pauses
+_CORES = 0.5  # maximum CPU cores of an attack that makes no pauses
 
 
 async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:

@@ -93,7 +93,7 @@ async def _running_fleet(
         honest = await stack.enter_async_context(simulators(hosts, *quick))
         hostile = {}
         for number, kind in enumerate(("big", "slow"), 91):
-            address = f"127.0.0.{number}:{free_port()}"  # no client's own port can be the same
+            address = f"127.0.0.{number}:{free_port()}"  # clients' own ports are at 127.0.0.1
             command = [sys.executable, hostile_servers.__file__, kind, address]
             hostile[address] = await stack.enter_async_context(process_at(f"http://{address}/", command))
         endpoints = [
@@ -158,7 +158,7 @@ def _make_request(_: random.Random, number: int) -> Request:
 
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
-    """Run honest clients of `envoy` (host:port) within the `with` block; its end waits for answers."""
+    """Run honest clients of `envoy` (host:port) within the `with` block; the block's end awaits answers."""
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_http2_clients(envoy, per_s / 2, times, ended))
@@ -248,8 +248,8 @@ async def attack_fleet(
     flat_out: bool = False,
 ) -> HostileReport:
     """Send `per_s` honest requests a second by HTTP/1.1 and half of that by HTTP/2: `calm_s` seconds without
-    attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control. With
-    `each` these attacks follow one another. If `flat_out`, they use half a core, without pauses."""
+    attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control. If
+    `each`, the attacks run one after another. If `flat_out`, attacks use half a core, without pauses."""
     report = HostileReport()
     async with _running_fleet(replicas, servers, mode, flat_out) as (target, pids):
         before_s = _cpu_s(pids)
@@ -291,7 +291,7 @@ async def _attack(
             await asyncio.sleep(lasts_s)
             report.burnt += _cpu_s(everybody) - before_s
         async with asyncio.timeout(_RESTS_S):
-            said, _ = await attackers.communicate(b"")  # closes its stdin
+            said, _ = await attackers.communicate(b"")  # closes the attackers' stdin
     finally:
         if attackers.returncode is None:
             attackers.kill()

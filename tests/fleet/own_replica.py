@@ -23,7 +23,7 @@ from picker_fleet.ingress.ext_proc.server import SERVICE
 from picker_fleet.serve import Bound, new_incarnation, serve
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
-PATIENT_S = 120.0  # seconds: long enough for a busy machine
+PATIENT_S = 120.0  # timeout in seconds, for a busy machine
 
 
 def exchange_on(channel: grpc.aio.Channel) -> Any:

@@ -44,8 +44,8 @@ async def _kill(world: "World", node: "Node", fault: Fault) -> Steps:
 async def _stop(world: "World", node: "Node", fault: Fault) -> Steps:
     if not node.stopped and not node.dead.is_set():
         node.stopped = 1
-        # The others may return to Redis without the requests that this replica has placed without Redis, and
-        # in a long stop the leases of requests whose streams it owns end.
+        # Other replicas may return to Redis, which then lacks the requests that this replica has placed
+        # without Redis; in a long stop the leases of requests whose streams this replica owns end.
         outage = node.pool.admission.failover.outage
         since_s = 0.0 if fault.lasts_s > LEASE_S / 2 else outage.began_s if outage is not None else math.inf
         own = (name for name, each in world.running.items() if each.node is node and each.began_s >= since_s)
@@ -167,14 +167,14 @@ KINDS: dict[str, Callable[["World", "Node", Fault], Any]] = {
     "disk full": _refusing("min-replicas-to-write"),
 }
 LOSING_WRITES = {"restart", "failover"}
-APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may not notice
+APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may miss these
 
 FIRST_SEED = 600
 LEASE_S = 12.0
 TOKENS = 12.0  # cost of a request with `unit: tokens`: 2 of the prompt, 10 of the answer
 CAP = 2  # most requests in flight on the first endpoint, and most prefills on the last
-PARALLEL = {"acme": 5, "acme/flow-1": 2}  # most requests in flight
-RATES = {"acme/flow-0": (4, 1.0), "acme/flow-1": (3, 0.5)}  # burst, requests a second
+PARALLEL = {"acme": 5, "acme/flow-1": 2}  # maximum of requests in flight by tenant
+RATES = {"acme/flow-0": (4, 1.0), "acme/flow-1": (3, 0.5)}  # burst and rate per second, in requests
 
 
 def _rate(path: str) -> list[dict[str, Any]]:

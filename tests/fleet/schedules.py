@@ -72,8 +72,8 @@ REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
 BATCH = 3  # requests that a model server runs at once, by its metrics page
 REPORT_S, SILENCE_S, TTL_S = 3.0, 3.0, 30.0
 _CLIENTS, _FLOWS = 12, 3
-_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first fault, last fault, time for all counts to reach 0
-_ANSWERED_S = TTL_S + 1.0  # G5
+_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first fault; last fault; limit for counts to reach 0
+_ANSWERED_S = TTL_S + 1.0  # a request is answered within this time (G5)
 _RUN_S = 400.0
 _CONFIG: dict[str, Any] = {
     "fair_request_queue": {"queue_ttl": TTL_S, "claim_share": 1.0},
@@ -84,7 +84,7 @@ _CONFIG: dict[str, Any] = {
 }
 _ADMITTED = {b"granted", b"bypassed"}
 _OF_CHECK = {460: 500, 463: 503, 464: 504}  # Envoy's response mappers (docs/protocol.md)
-_RECENT = 100  # entries of the decision log: some seconds
+_RECENT = 100  # number of entries that the decision log gets in some seconds
 
 
 class Schedule(NamedTuple):
@@ -92,7 +92,7 @@ class Schedule(NamedTuple):
     mode: str
     faults: tuple[Fault, ...]
     adaptive: bool = False  # whether the fleet finds the endpoints' limits
-    extras: tuple[str, ...] = ()  # of schedule_faults.EXTRAS
+    extras: tuple[str, ...] = ()  # names from schedule_faults.EXTRAS
 
     @classmethod
     def of(cls, seed: int) -> "Schedule":
@@ -102,7 +102,7 @@ class Schedule(NamedTuple):
             at_s, kind = round(dice.uniform(_BEGIN_S, _END_S), 2), dice.choice(kinds)
             replica, lasts_s = dice.randrange(REPLICAS), dice.choice((0.3, 1.5, 5.0)) * dice.uniform(0.6, 1.4)
             if kind == "stop" and seed >= FIRST_SEED:
-                lasts_s *= 3.0  # so that the others return to Redis without this replica
+                lasts_s *= 3.0  # so that other replicas return to Redis earlier
             return Fault(at_s, kind, replica, round(lasts_s, 2))
 
         kinds = dice.sample(sorted(KINDS), dice.randint(1, 3))
@@ -430,14 +430,14 @@ class World:
     def _begin(self, record: Record, text: str, node: Node) -> None:
         if record.id in self.running:
             raise AssertionError(f"G6: {record.id} runs twice")
-        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow it
+        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks come later
         admission = self._admission_of(record.id)
         self.running[record.id] = Running(self.loop.time(), picked, *admission, record.flow, node)
         self._show()
         seen = [each for name, each in self.running.items() if name not in self.unseen]
         stock = len(seen) * self.schedule.cost
         if seen and stock > (most := self._most_running(seen)):
-            raise AssertionError(f"G1, G8: {stock:g} run at {self.loop.time():.2f} s, at most {most:g} may")
+            raise AssertionError(f"G1, G8: stock {stock:g} at {self.loop.time():.2f} s, bound {most:g}")
         if self.schedule.kinds <= HARMLESS:
             self._check_limits()
 
@@ -448,11 +448,11 @@ class World:
             count = sum(f"{each.flow}/".startswith(f"{path}/") for each in running)
             if count > most:
                 raise AssertionError(
-                    f"tenants: {count} of {path} run at {self.loop.time():.2f} s, at most {most} may"
+                    f"tenants: {path} runs {count} requests at {self.loop.time():.2f} s, limit {most}"
                 )
         count = sum(each.page is self.pages[0] for each in running)
         if "caps" in extras and "tokens" not in extras and count > CAP:
-            raise AssertionError(f"G1: {count} run on the first endpoint, at most {CAP} may")
+            raise AssertionError(f"G1: the first endpoint runs {count} requests, limit {CAP}")
 
     def _admission_of(self, request_id: str) -> tuple[int, float]:
         """The number of a request's admission in the decision log, and the bound then in force. For a replica
@@ -524,23 +524,23 @@ class World:
             burst, rate = RATES.get(flow, (math.inf, 0.0))
             most = burst + rate * self.loop.time() + self.schedule.outages * (burst + REPLICAS)
             if count > most:
-                self.wrong.append(f"tenants: {flow} was granted {count} requests, at most {most:g} may be")
+                self.wrong.append(f"tenants: {flow} was granted {count} requests, limit {most:g}")
         for each in self.history:
             if len(each.answers) > 1:
                 self.wrong.append(f"G6: {each}: more than one answer")
             if not each.answers or not each.honest:
                 continue
             if each.answers[0] not in ((200, 429, 503) if each.flow == "acme/flow-0" else (200, 503)):
-                self.wrong.append(f"G10: {each}: an error though the request is valid")
+                self.wrong.append(f"G10: {each}: an error answers a valid request")
             if undisturbed and each.answers == [503] and not self._may_expire(each):
-                self.wrong.append(f"G7: {each}: refused")
+                self.wrong.append(f"G7: {each}: refused without cause")
             is_late = each.answered_s - each.asked_s > _ANSWERED_S
             if is_late and each.tries == 1 and "stop" not in self.schedule.kinds:
                 self.wrong.append(f"G5: {each}: answered late")
 
     def _may_expire(self, record: Record) -> bool:
         """Whether the request expired while a replica was silent: the request was queued again with its age,
-        and the turn of its flow came too late. With `extras` any request may expire."""
+        and the turn of its flow came too late. If the schedule has `extras`, any request may expire."""
         silent = any(
             fault.kind == "stop"
             and fault.lasts_s > SILENCE_S
@@ -639,7 +639,7 @@ def report(schedule: Schedule) -> str:
     if not found:
         return ""
     least = smallest(schedule)
-    return f"{least}\n{failure(least) or 'only with all faults:'}\n{schedule}\n{found}"
+    return f"{least}\n{failure(least) or 'it fails only with all faults:'}\n{schedule}\n{found}"
 
 
 def report_of(seed: int) -> str:

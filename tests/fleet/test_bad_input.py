@@ -111,7 +111,7 @@ async def test_envoys_own_refusal_reaches_the_client(small: Any) -> None:
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
 
 
-async def test_a_request_whose_headers_exceed_envoys_limit_with_those_of_the_picker_gets_431(
+async def test_a_request_gets_431_if_its_headers_and_the_pickers_exceed_envoys_limit(
     small: Any,
 ) -> None:
     many = {f"x-{number}": "v" for number in range(90)}

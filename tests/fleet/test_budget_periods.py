@@ -72,7 +72,7 @@ def test_a_new_period_begins_with_a_whole_budget_at_midnight_in_utc(
             await asyncio.sleep(4.0)
             end(some.replicas[0], across, 35)
             await asyncio.sleep(3.0)
-            # Its 25 units beyond the estimate belong to the new period; without Redis nothing corrects them.
+            # The 25 units above the estimate are charged to the new period; without Redis they are not.
             assert await serve(some, 100) == (12 if outage else 9)
             if outage:
                 valkey.revive()

@@ -47,7 +47,7 @@ async def test_requests_queued_without_endpoints_are_served_once_envoy_knows_a_n
             answers = await asyncio.gather(*waiting)
             assert {answer.status for answer in answers} == {200}
 
-            # Under load, the list is emptied and refilled three times, each time with another server.
+            # Under load, the endpoint list is emptied and refilled three times, each time with a new server.
             stop, numbers = asyncio.Event(), itertools.count(CLIENTS)
 
             async def client() -> list[int]:

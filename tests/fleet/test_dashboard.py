@@ -42,7 +42,7 @@ async def open_page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(here: Any, open_page: Dashboard) -> AsyncIterator[Dashboard]:
-    """The fleet's dashboard, which tests share; at the end of each dispatch must not be paused."""
+    """The fleet's dashboard, which tests share; after each test, dispatch must not be paused."""
     yield open_page
     open_page.check()
     assert not (await here.get("state"))["paused"]
@@ -220,7 +220,7 @@ async def test_removing_a_table_row_above_a_pressed_button_does_not_lose_the_cli
 async def test_names_that_clients_choose_are_shown_as_text(here: Any, page: Dashboard) -> None:
     workload = "<script>window.owned=2</script>"
     async with waiting(here, XSS, workload=workload):
-        await page.page.locator("#queue").scroll_into_view_if_needed()  # a page reads the queue it shows
+        await page.page.locator("#queue").scroll_into_view_if_needed()  # so that the page reads the queue
         await page.row("flows", XSS).wait_for()
         await page.row("queue", XSS).wait_for()
         await page.says("#why", XSS)
@@ -309,7 +309,7 @@ async def test_new_decisions_appear_live_unless_the_list_is_put_on_hold(here: An
 
 @pytest.fixture(scope="module")
 def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A fleet whose admin API requires tokens, without a decision log. Its start ends the other fleet."""
+    """A fleet with tokens for the admin API, without decision log. Its start ends the fleet `here`."""
     file = tmp_path_factory.mktemp("tokens") / "alice"
     file.write_text("may-look")
     admin = {"token": "open-sesame", "tokens": [{"file": str(file), "role": "viewer"}]}
@@ -317,7 +317,7 @@ def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return shared_fleet(*SLOW, "--replicas", "1", config=config)
 
 
-async def test_the_page_asks_again_after_an_invalid_token_and_after_a_change_with_a_viewers_token(
+async def test_the_page_asks_for_a_token_again_after_an_invalid_one_and_after_a_change_by_a_viewer(
     guarded: Any, dashboard: Any
 ) -> None:
     async with dashboard(guarded, tokens=("wrong", "may-look")) as page:

@@ -1,7 +1,7 @@
 """When a client leaves, in any phase, everything that its request holds is released (G6).
 
-Mode `lean` decides as `standard` and ends requests as `http`. A lease lasts 15 s, so a release within SOON_S
-is caused by the disconnect, not by the lease's end.
+Mode `lean` is not tested: it decides like `standard` and ends requests like `http`. A lease lasts 15 s, so a
+release within SOON_S is caused by the disconnect, not by the lease's end.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def test_a_client_that_leaves_while_streaming_frees_its_endpoint(slow: Any
     await at_rest(slow, within_s=SOON_S)
 
 
-async def test_clients_that_leave_the_queue_make_room_for_the_rest(slow: Any) -> None:
+async def test_queued_requests_whose_clients_leave_make_room_for_other_requests(slow: Any) -> None:
     running = await streaming(slow)
     waiting = [await Caller.ask(slow.url, tokens=1) for _ in range(5)]
     await slow.until_state(queued=5)
@@ -88,14 +88,14 @@ async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
     return int(found[f"{cluster}.upstream_rq_total"]), int(found[f"{cluster}.upstream_{reset}"])
 
 
-async def test_envoy_keeps_its_streams_to_replicas_that_do_not_run_for_some_seconds(slow: Any) -> None:
+async def test_envoy_keeps_its_streams_to_replicas_that_are_suspended_for_some_seconds(slow: Any) -> None:
     running = await streaming(slow)
     waiting = await Caller.ask(slow.url, tokens=1)
     await slow.until_state(queued=1)
     with contextlib.ExitStack() as stack:
         for index in range(REPLICAS):
             stack.enter_context(suspended(slow.replica(index)))
-        await asyncio.sleep(STOPPED_S)  # the stop itself is the test's case
+        await asyncio.sleep(STOPPED_S)  # a fixed time: the suspension is what is tested
     await running.leave()
     assert b"200 OK" in await waiting.first_bytes()
     await waiting.leave()
@@ -110,4 +110,4 @@ async def test_envoy_keeps_its_streams_to_replicas_that_do_not_run_for_some_seco
 
 def are_healthy(stats: httpx.Response) -> bool:
     counts = {int(line.rsplit(": ", 1)[1]) for line in stats.text.splitlines()}
-    return counts == {REPLICAS}  # and not empty, as if the filter named no statistic
+    return counts == {REPLICAS}  # an empty set means that the filter matches no statistic

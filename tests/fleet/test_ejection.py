@@ -42,7 +42,7 @@ async def statuses(fleet: Any) -> dict[str, str]:
     return {each["address"]: each["status"] for each in await fleet.get("endpoints")}
 
 
-async def test_a_failing_server_is_ejected_until_it_recovers_and_no_client_can_eject_one(here: Any) -> None:
+async def test_a_failing_server_is_ejected_until_it_recovers_and_clients_cannot_eject_it(here: Any) -> None:
     mode, servers, fleet = here
     broken = servers.addresses[0]
     for name in MODES[mode]:
@@ -69,7 +69,7 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
         await answered(load, 60)  # requests that were in flight at the ejection have ended
         servers.hits.clear()
         load.history.clear()
-        since_s = time.monotonic()  # `hits` lacks the requests sent before
+        since_s = time.monotonic()  # `hits` counts only requests sent later
         await answered(load, LOOKED_AT)
         assert servers.hits[broken] <= 0.02 * servers.hits.total() + 2, (name, servers.hits)
         if not (failure.cuts and failure.resets):  # Envoy reports a reset answer a second later

@@ -1,5 +1,5 @@
-"""The example of an extension, from its wheel: its own test, and a fleet, which also has scorers that sleep
-and that raise."""
+"""Installs the example extension from its wheel; runs its own test, and fleets with it and other extensions:
+scorers that sleep or raise, a filter, an ordering."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ BAD = {
     "raises": "raise RuntimeError('no such rack')",
 }
 
-# A filter that keeps one rack's endpoints, and an ordering: each byte of a body takes a millisecond.
+# A filter that keeps one rack's endpoints, and an ordering by which a body's bytes are its milliseconds.
 ORDER = (
     IMPORTS
     + """
@@ -41,7 +41,7 @@ SHORTEST = Extension(version=1, make=shortest, parameters=NoParameters)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Variables with which Python finds the wheel of the example, and the scorers of `BAD`."""
+    """Variables with which Python finds the example's wheel, and the extensions of `BAD` and `ORDER`."""
     folder = tmp_path_factory.mktemp("extension")
     source, wheels, target = folder / "source", folder / "wheels", folder / "installed"
     shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("__pycache__", "dist"))
@@ -56,15 +56,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(target), os.environ.get("PYTHONPATH"))))}
 
 
-def test_the_examples_own_test_passes_on_its_wheel(environment: Mapping[str, str], tmp_path: Path) -> None:
+def test_the_example_extension_passes_its_own_test(environment: Mapping[str, str], tmp_path: Path) -> None:
     shutil.copy(EXAMPLE / "tests" / "test_by_price.py", tmp_path)
-    alone = {**os.environ, **environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take long
+    alone = {**os.environ, **environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins start slowly
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done
 
 
-async def test_a_fleet_uses_an_extension_and_leaves_out_those_that_sleep_or_raise(
+async def test_a_fleet_uses_a_working_scorer_and_ignores_scorers_that_sleep_or_raise(
     fleet: Any, environment: Mapping[str, str]
 ) -> None:
     async with failing_servers(3, service_s=0.0) as servers:
@@ -91,7 +91,7 @@ async def test_a_fleet_uses_an_extension_and_leaves_out_those_that_sleep_or_rais
         assert changed["changes"]["scheduling"]["scorers"] == {"by-price": 7}
 
 
-async def test_a_queue_is_served_by_an_ordering_from_outside_on_endpoints_that_a_filter_keeps(
+async def test_an_extensions_ordering_orders_the_queue_and_its_filter_removes_endpoints(
     fleet: Any, environment: Mapping[str, str]
 ) -> None:
     served: list[tuple[str, int]] = []
@@ -108,7 +108,7 @@ async def test_a_queue_is_served_by_an_ordering_from_outside_on_endpoints_that_a
         racks = [{"address": kept, "labels": {"rack": "1"}}, {"address": other, "labels": {"rack": "2"}}]
         config = {
             "discovery": {"static": racks},
-            "request_queue_controller": exact_bounds(0.5),  # one request at a time
+            "request_queue_controller": exact_bounds(0.5),  # the pool runs one request at a time
             "fair_request_queue": {"ordering": "edf", "due": {"name": "shortest-first"}},
             "scheduling": {"filters": [{"name": "rack-1"}], "extension_budget": "100ms"},
         }

@@ -1,4 +1,4 @@
-"""Replicas that start while Redis is unavailable."""
+"""Replicas start while Redis is unavailable, and get requests once Redis answers."""
 
 import asyncio
 import signal
@@ -16,7 +16,7 @@ from picker_tools.load.generator import closed_loop
 
 
 def restore_sighup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores the signal
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` makes its children ignore SIGHUP
 
 
 async def test_a_replica_that_starts_without_redis_refuses_every_stream_until_redis_answers(

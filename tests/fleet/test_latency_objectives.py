@@ -26,7 +26,7 @@ async def test_sheddable_requests_are_refused_once_their_objective_is_predicted_
             answer = await client.post("/v1/completions", json=ASK, headers=headers)
             return answer.status_code, answer.headers.get("x-llm-d-request-dropped-reason", "")
 
-        assert (await status("1"))[0] == 200, "nothing is known yet"
+        assert (await status("1"))[0] == 200, "no latency is known yet"
         assert (await status("fast"))[0] == 400
         for _ in range(6):
             await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(16)))

@@ -26,7 +26,7 @@ CONFIG = {
     "request_queue_controller": {"watermark_per_backend": 8},
 }
 CLIENTS = 8
-HOST = "127.0.0.57"  # its own, so that no other test takes the port of a killed server
+HOST = "127.0.0.57"  # no other test uses this address, so none can take a killed server's port
 
 
 class Servers:
@@ -204,7 +204,7 @@ async def test_long_prompts_are_split_and_clients_cannot_choose_the_prefill_serv
         async def send(prompts: "itertools.cycle[str]") -> None:
             while not stop.is_set():
                 statuses.append(await ask(client, next(prompts)))
-                await asyncio.sleep(0.05)  # more requests would only cost CPU
+                await asyncio.sleep(0.05)  # faster requests would only cost CPU
 
         clients = [asyncio.create_task(send(itertools.cycle((LONG, SHORT)))) for _ in range(CLIENTS)]
 
@@ -223,7 +223,7 @@ async def test_long_prompts_are_split_and_clients_cannot_choose_the_prefill_serv
         await until_split(False)
         write(file, servers.entries())
         await until_split(True)
-        # The threshold changes live, and back.
+        # A live change raises the threshold of splitting; then the change is undone.
         await here.patch({"scheduling": {"stages": {"threshold": 100_000}}})
         await until_split(False)
         await here.patch({"scheduling": {"stages": {"threshold": None}}}, 1)

@@ -43,8 +43,8 @@ async def test_answers_show_the_index_how_much_a_server_has_cached(fleet: Any, m
         records = [record for _, fields in found for record in unpack(fields[b"body"])]
         return [record for record in records if isinstance(record, EvidenceRecord)]
 
-    taught = await here.eventually(evidence, within_s=60, what="evidence of an answer")
-    assert taught[0].kept > 0, "the prompt was there"
+    taught = await here.eventually(evidence, within_s=60, what="a record of cached tokens")
+    assert taught[0].kept > 0, "the server had cached a part of the prompt"
     assert 3 < taught[0].bytes_per_token < 6, "the simulator's tokens have four bytes"
     await at_rest(here)
 
@@ -59,11 +59,11 @@ async def test_every_replica_forgets_the_prefixes_of_a_restarted_server(fleet: A
     here.endpoint(0).kill()
 
     await here.eventually(
-        lambda: here.endpoint_status(address), lambda found: found == "down", what="its end"
+        lambda: here.endpoint_status(address), lambda found: found == "down", what="the kill"
     )
     for replica in range(3):
         status = partial(here.endpoint_status, address, replica)
-        await here.eventually(status, lambda found: found == "ready", within_s=60, what="its return")
+        await here.eventually(status, lambda found: found == "ready", within_s=60, what="the restart")
     numbers, forgot = there[6:], set[int]()
 
     async def replicas_that_forgot() -> set[int]:
@@ -73,10 +73,10 @@ async def test_every_replica_forgets_the_prefixes_of_a_restarted_server(fleet: A
             forgot.update({replica} if found[address] == 0.0 else ())
         return forgot
 
-    await here.eventually(replicas_that_forgot, lambda found: len(found) == 3, what="news of the loss")
+    await here.eventually(replicas_that_forgot, lambda found: len(found) == 3, what="news of the restart")
     for number in numbers:
         _, found = await here.eventually(
-            partial(shares, here, number), lambda found: address in found[1], what="a choice with it"
+            partial(shares, here, number), lambda found: address in found[1], what="the server as candidate"
         )
         assert found[address] == 0.0
     await at_rest(here)

@@ -101,7 +101,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstandard.ZstdCompressor().compress,
     "gzip, br": lambda text: brotli.compress(gzip.compress(text)),
 }
-# Each request: method, path, content-type, content-encoding, body.
+# Each request has method, path, content-type, content-encoding and body.
 SERVED: dict[str, tuple[str, str, str, str, bytes]] = {
     "a path with a prefix": ("POST", "/team-a/v1/chat/completions", JSON, "", ASK),
     "an Azure deployment": (
@@ -180,7 +180,7 @@ async def test_a_request_that_cannot_be_served_is_refused_with_its_reason(behind
     assert answer.headers["x-request-id"] == "its own"
 
 
-async def test_an_answer_with_too_many_headers_is_no_fault_of_the_client(behind: Behind) -> None:
+async def test_an_answer_with_97_headers_becomes_503_only_in_mode_standard(behind: Behind) -> None:
     behind.server.headers = "".join(f"x-{number}: v\r\n" for number in range(97))
     async with behind.fleet.client() as client:
         answer = await client.post("/v1/completions", content=ASK)
@@ -353,7 +353,7 @@ NASTY = [
 ]
 
 
-async def test_an_answer_of_any_bytes_passes_unchanged_and_ends_nothing(
+async def test_an_answer_of_any_bytes_reaches_its_client_unchanged_and_its_request_ends(
     behind: Behind, answering: Callable[[str], bytes]
 ) -> None:
     async with behind.fleet.client() as client:
@@ -363,7 +363,7 @@ async def test_an_answer_of_any_bytes_passes_unchanged_and_ends_nothing(
                 behind.server.kind = kind
                 answer = await client.post("/v1/completions", content=ASK)
                 assert answer.content == behind.server.answer, nasty[:50]
-    await at_rest(behind.fleet)  # the Envoy that served these answers has told how each ended
+    await at_rest(behind.fleet)  # Envoy has reported the end of each request
 
 
 async def test_a_rename_changes_only_the_model_name_in_the_request_and_the_answer(

@@ -1,5 +1,5 @@
-"""A fleet on a Redis with TLS and ACL. (Sentinel and Cluster:
-tests/faults/cases/test_case_failover.py)"""
+"""Runs a fleet on a Redis with TLS and ACL; tests/faults/cases/test_case_failover.py has Sentinel and
+Cluster."""
 
 import asyncio
 import re

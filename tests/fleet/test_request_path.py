@@ -43,7 +43,7 @@ def instrumented_library() -> str:
         # While Redis loads the library, `pcall` does not exist yet (lua/lib/storage.lua).
         note = f"if pcall then redis.call('SADD', '{TRACED}', '{file.relative_to(ROOT)}') end"
         source = source.replace(text, _FUNCTION.sub(rf"\1 {note}", text))
-    return source.replace("flags={'no-writes'}", "flags={}")  # the command SADD is a write
+    return source.replace("flags={'no-writes'}", "flags={}")  # because SADD writes
 
 
 # Long intervals keep background tasks out of the trace.

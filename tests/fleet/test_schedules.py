@@ -22,10 +22,10 @@ def test_the_seeds_of_this_file_cover_every_fault_and_configuration() -> None:
 
 def test_a_schedule_in_which_the_bound_is_exceeded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "_most_running", lambda *_: BOUND - 1)
-    assert "G1, G8: 6 run" in failure(Schedule(1, "lean", ()))
+    assert "G1, G8: stock 6 at" in failure(Schedule(1, "lean", ()))
 
 
-def test_an_interrupt_ends_the_run_and_drains_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_a_run_of_schedules_and_drains_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     async def interrupt(world: World, *_: object) -> Steps:
         world.loop.call_soon(signal.raise_signal, signal.SIGINT)
         yield

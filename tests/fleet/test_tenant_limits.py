@@ -25,7 +25,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard"])
-async def test_tenants_get_their_limits_and_answers_say_what_remains(fleet: Any, mode: str) -> None:
+async def test_tenants_get_their_limits_and_answers_say_how_much_remains(fleet: Any, mode: str) -> None:
     async with counting_servers(2, service_s=0.05) as servers:
         config = {
             "discovery": static(servers.addresses),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loo
 LEAVES = ("acme/search/k1", "acme/chat/k2", "umbra/k3")
 
 
-async def test_tenants_are_shown_and_changed_and_measured_and_billed(fleet: Any, dashboard: Any) -> None:
+async def test_operators_see_and_change_tenants_and_export_their_usage(fleet: Any, dashboard: Any) -> None:
     here = fleet(*SLOW, config={"tenants": {"nodes": NODES, "prices": {"llama": {"prompt": 2, "answer": 3}}}})
     async with here.client() as client:
         for leaf in LEAVES * 2:

@@ -59,7 +59,7 @@ def strangers(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
-async def test_an_answer_that_its_client_does_not_read_holds_no_place(here: Any, strangers: Edge) -> None:
+async def test_a_request_ends_even_if_its_client_never_reads_the_answer(here: Any, strangers: Edge) -> None:
     await at_rest(here)
     since = len(await decisions(here))
     tokens = partial(metric, here, "epp_output_tokens_total")
@@ -69,7 +69,7 @@ async def test_an_answer_that_its_client_does_not_read_holds_no_place(here: Any,
         await client.end()
         await here.eventually(lambda: decisions(here), lambda found: len(found) > since)
         await at_rest(here)
-        # The end was reported: no sweep has reclaimed the request.
+        # Envoy has reported the request's end: `completed` shows that no sweep has reclaimed the request.
         assert [entry.event for entry in (await decisions(here))[since:]] == ["bypassed", "completed"]
         await client.open_window(65_535)
         assert await client.answered() == "200"
@@ -310,7 +310,7 @@ async def test_uploads_that_trickle_do_not_keep_other_bodies_out(
 
     with edge(tight, tmp_path, mode=mode, settings=config) as running:
         attacking = [asyncio.create_task(trickle()) for _ in range(6)]
-        if mode != "http":  # there Envoy keeps a body until its end
+        if mode != "http":  # in mode `http` Envoy buffers whole bodies
             await tight.eventually(partial(metric, tight, "epp_buffered_bytes"), lambda now: now > 3_000_000)
         await tight.eventually(partial(exchange, running.url, whole), lambda answer: b"200 OK" in answer[:20])
         for task in attacking:
@@ -318,7 +318,7 @@ async def test_uploads_that_trickle_do_not_keep_other_bodies_out(
         await asyncio.wait(attacking)
 
 
-async def test_long_answers_that_their_clients_do_not_read_hold_no_place(fleet: Any, tmp_path: Path) -> None:
+async def test_requests_end_even_if_clients_never_read_12_mb_answers(fleet: Any, tmp_path: Path) -> None:
     async with failing_servers(1, 0.0) as servers:
         servers.poison = Failure(http_answer(b"x" * 12_000_000, kind="text/event-stream"))
         config = {"discovery": static(servers.addresses)}

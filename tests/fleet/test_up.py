@@ -74,7 +74,7 @@ def test_the_output_has_a_line_for_each_process_and_a_working_curl_command(any_m
     assert '"text_completion"' in said.stdout
 
 
-async def test_http_client_gets_a_completion(any_mode: Any) -> None:
+async def test_an_http_client_gets_a_completion_from_the_first_named_endpoint(any_mode: Any) -> None:
     async with any_mode.client() as client:
         answer = await client.post("/v1/completions", json=ASK)
     assert answer.status_code == 200
@@ -123,7 +123,7 @@ async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bo
 
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
-async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -> None:
+async def test_a_body_arrives_whole_in_every_framing(any_mode: Any, words: int) -> None:
     # tests/fleet/test_real_clients.py sends bodies with trailers.
     async with any_mode.client() as client:
         answers = [
@@ -196,16 +196,16 @@ def test_a_state_file_that_cannot_be_written_is_refused_before_a_part_starts(
         assert capsys.readouterr().err == f"--state-file {path}: no file can be written there\n"
 
 
-async def test_sigterm_leaves_no_process(fleet: Any) -> None:
+async def test_sigterm_to_picker_up_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, unaudited="Valkey ends with the fleet", spawned=True)
     children = own.children()
-    assert len(children) == 4  # the children: Valkey, simulator, replica, Envoy
+    assert len(children) == 4  # Valkey, simulator, replica and Envoy
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(30) == 0
     assert not any(child.is_running() for child in children)
 
 
-async def test_sigkill_leaves_no_process(fleet: Any) -> None:
+async def test_sigkill_of_picker_up_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, spawned=True)
     children = own.children()
     own.kill()

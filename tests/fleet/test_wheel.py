@@ -103,7 +103,7 @@ def test_the_command_envoy_config_works_if_no_extra_of_the_package_is_installed(
     assert (status, output.splitlines()[0]) == (0, "node:"), output
 
 
-@pytest.mark.parametrize("command", ["check", "sim"])  # the first test runs `serve`
+@pytest.mark.parametrize("command", ["check", "sim"])  # another test runs `picker serve`
 def test_a_command_that_needs_no_extra_shows_its_help(installed: Installed, command: str) -> None:
     status, output = installed.run(installed.picker, command, "--help")
     assert status == 0, output

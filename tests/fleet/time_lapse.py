@@ -39,10 +39,10 @@ _CLOCK = "test-clock"
 _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
 NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
-_MOST_TURNS = 10_000  # of the event loop at one time: simulated time ends no endless exchange of messages
+_MOST_TURNS = 10_000  # turns of the event loop at one simulated time; more show an endless loop
 HOUR_S = 3600.0
 SERVICE_S = 2.0  # seconds of service of a request
-BOUND = 4  # upper bound of the two model servers together
+BOUND = 4  # the pool's upper bound: requests in flight at both model servers
 
 
 class Server:
@@ -122,7 +122,7 @@ class _JumpingSelector(selectors.EpollSelector):
     def __init__(self, server: Server) -> None:
         super().__init__()
         self.now_s = 0.0
-        self._turns = 0  # since the clock has advanced
+        self._turns = 0  # turns of the event loop since the clock's last advance
         self._server = server
         self.ready = _Ready()
 
@@ -139,10 +139,10 @@ class _JumpingSelector(selectors.EpollSelector):
         self._turns += 1
         if self._turns > _MOST_TURNS:
             self._turns = 0
-            raise AssertionError(f"the replicas work without end at {self.now_s:.3f} s")
+            raise AssertionError(f"at {self.now_s:.3f} s the replicas never become idle")
         if timeout is not None and timeout <= 0:
             return []  # callbacks that are ready run first
-        self._server.catch_up()  # this wait makes events and their order independent of speed
+        self._server.catch_up()  # so that events do not depend on the machine's speed
         found = self._events(0)
         if found:
             return found
@@ -329,7 +329,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # this model server keeps only the last request
+                page.requests = collections.deque(maxlen=1)  # this model server keeps only its last request
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},

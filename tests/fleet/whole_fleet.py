@@ -33,7 +33,7 @@ READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_COUNTED_AFTER_S = 3.0  # the same seconds as `newcomer_s` in admission/failover.py
+_COUNTED_AFTER_S = 3.0  # equals `newcomer_s` in admission/failover.py
 _WHOLE_LOG = {
     "PICKER_DECISION_LOG__ENABLED": "true",
     "PICKER_DECISION_LOG__MAX_ENTRIES": "3000000",  # more entries than any test writes: none is trimmed

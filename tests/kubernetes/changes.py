@@ -62,7 +62,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         await asyncio.to_thread(cluster.kill_api)
         await load.wait_for_served(100)
         await asyncio.sleep(away_s)
-        await asyncio.to_thread(cluster.start_api)  # returns once the server is ready
+        await asyncio.to_thread(cluster.start_api)  # returns once the API server is ready
         what = "a change is seen after the API server came back"
         await measure(what, unready, until_out(seat, load, first))
         await asyncio.to_thread(ready)
@@ -72,7 +72,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
             cluster.put("v1", "ConfigMap", f"unrelated-{number}")
         for step in (cluster.kill_api, cluster.compact, cluster.start_api):
             await asyncio.to_thread(step)
-        what = "a change is seen though the watch had expired"
+        what = "a change is seen after the watch expired"
         await measure(what, unready, until_out(seat, load, first))
         await asyncio.to_thread(ready)
         await until_in(seat, first)

@@ -37,7 +37,7 @@ _EXT_PROC = "envoy.filters.http.ext_proc"
 _HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DESTINATION = "x-gateway-destination-endpoint"
 _SERVED_HEADER = "x-test-served"
-SUBSET_HEADER = "x-test-subset"  # the function `subset` makes this header's value
+SUBSET_HEADER = "x-test-subset"  # a request header that the gateway turns into a subset hint (`subset`)
 Tree = dict[str, Any]
 
 
@@ -312,7 +312,7 @@ class Seat:
     tls: bool
     pickers: list[Picker] = field(default_factory=list)
     gateway: httpx.AsyncClient | None = None
-    envoy: "subprocess.Popen[bytes] | None" = None  # the Envoy started last
+    envoy: "subprocess.Popen[bytes] | None" = None  # the gateway's Envoy process
     _started: int = 0
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     _clients: list[httpx.AsyncClient] = field(default_factory=list)

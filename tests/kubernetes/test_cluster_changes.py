@@ -21,7 +21,7 @@ async def test_no_client_gets_an_error_while_pods_pools_and_api_server_change(
     found = await change_everything(empty, seat, AWAY_S)
     for what, seconds in found.seconds.items():
         record_property(what, f"{seconds:.2f} s")
-        print(f"{what}: {seconds:.2f} s")  # pytest -s shows it
+        print(f"{what}: {seconds:.2f} s")  # shown by `pytest -s`
     assert found.errors == []
     await seat.everywhere(lambda endpoints: not endpoints, "no endpoint is left")
     for picker in seat.pickers:

@@ -120,7 +120,7 @@ async def test_faulty_objects_are_reported_in_log_and_condition_while_requests_a
             assert f"inferencemodelrewrites {rewrite}" in log
         for objective in ("huge", "stray"):
             assert f"inferenceobjectives {objective} is not used" in log
-        assert "HTTP Request" not in log  # the client's own lines
+        assert "HTTP Request" not in log  # log lines of the HTTP client
 
     await seat.until_answered(200)
 

@@ -7,7 +7,7 @@ from seat import Seat, publish, until
 
 HOSTS = ("127.0.0.51", "127.0.0.52")
 LONG_TOKENS = 400  # an answer of this length takes about 1.2 s
-LATE_REQUESTS = 20  # served between a replica's SIGTERM and the gateway's update
+LATE_REQUESTS = 20  # number of requests served between a replica's SIGTERM and the gateway's update
 
 
 async def test_a_rolling_update_of_the_replicas_fails_no_request(empty: ApiServer, seat: Seat) -> None:

@@ -34,7 +34,7 @@ async def test_requests_wait_until_the_first_pod_is_ready(
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     first_s = time.monotonic() - began_s
     record_property("from the first ready pod to the first answer", f"{first_s:.2f} s")
-    print(f"from the first ready pod to the first answer: {first_s:.2f} s")  # pytest -s shows it
+    print(f"from the first ready pod to the first answer: {first_s:.2f} s")  # shown by `pytest -s`
     answers = await asyncio.gather(*waiting)
     assert {answer.status_code for answer in answers} == {200}
     await until(demand, lambda count: count == 0, what="an empty queue")

@@ -1,9 +1,9 @@
 """Kills replicas, changes settings and lets clients leave; then the audit must find no broken promise.
 
-The run also sends requests of killed replicas to others, pauses the fleet and evicts requests. Then whole
-replicas run under schedules of faults (tests/fleet/schedules.py); a failure is reported with its seed and its
-faults. Finally the Lua scripts and their model get random calls (tests/model/test_queue_machine.py), twenty
-times as many as in `make test`.
+The run also sends requests of killed replicas to others, pauses the fleet and evicts requests. Afterwards
+whole replicas run under schedules of faults (tests/fleet/schedules.py); a failure is reported with its seed
+and its faults. Finally the Lua scripts and their model get random calls (tests/model/test_queue_machine.py),
+twenty times as many as in `make test`.
 """
 
 import argparse

@@ -24,16 +24,16 @@ from picker_fleet.domain.errors import RequestError
 from picker_fleet.domain.request import Completion, InferenceRequest, Outcome, Workload
 
 POOL = "chaos"
-_LOG_ENTRIES = 4_000_000  # more entries than a run writes
+_LOG_ENTRIES = 4_000_000  # more entries than a run writes, so none is trimmed
 _LEASE_S = 3.0
 _ENDPOINTS = 4
 FLOWS = tuple(f"flow-{number}" for number in range(12))
-_LIMITED, _LIMIT = 3, 2  # 3 flows may have 2 requests in flight per endpoint
+_LIMITED, _LIMIT = 3, 2  # 3 flows are limited to 2 requests in flight per endpoint
 _WORKLOADS = 30
-_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # seven have named bands
+_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # 7 of 10 have named bands
 _MODEL = "llama"
 _CLIENTS = 60
-_AGAIN_S = 0.1  # pause of a client after a refusal
+_AGAIN_S = 0.1  # seconds for which a client pauses after a refusal
 _PROMPT_TOKENS = 1
 
 
@@ -69,7 +69,7 @@ def change(dice: random.Random) -> Mapping[str, Any]:
             {"guard_share": dice.choice((0.05, 0.1, 0.5))},
             {"starvation_ms": dice.choice((0, 100, 1000))},
             {"band_policy": dice.choice(("strict", "weighted"))},
-            # These changes reorder the queue, but a flow queue keeps its order until the next sweep.
+            # A changed ordering, fairness or wait signal changes a flow queue only at the next sweep.
             {"ordering": dice.choice(("fcfs", "edf", "workload-aware"))},
             {"fairness": dice.choice(("weighted-fair", "round-robin", "none"))},
             {"wait_signal": dice.choice(("request", "workload_average"))},

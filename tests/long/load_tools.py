@@ -28,7 +28,7 @@ _LOCUSTFILE = Path(__file__).parents[2] / "deploy" / "locust" / "locustfile.py"
 _VERSIONS = {"guidellm": "0.8.1", "aiperf": "0.13.0", "inference-perf": "0.7.0"}
 _FLOW, _OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 _PROMPT_TOKENS, _TOKENS = 200, 40
-_ANSWERS_PER_S = 2.0  # per stream; inference-perf needs a number of requests, not a duration
+_ANSWERS_PER_S = 2.0  # estimate per stream: inference-perf needs a number of requests instead of a duration
 _LOOK_S = 0.25
 _LIMIT_S = 420.0  # timeout of a tool; some take more than a minute to start
 _STOP_S = 20.0
@@ -49,7 +49,7 @@ class _Tenant:
 
 
 _TENANTS = (_Tenant("bulk", 12), _Tenant("chat", 4, "premium", "Critical"))
-_Counts = Mapping[str, tuple[int, int]]  # answers and errors by tenant
+_Counts = Mapping[str, tuple[int, int]]  # numbers of answers and errors by tenant
 # A tool's command, and a function that reads the tool's report after the process has ended.
 _Job = tuple[tuple[str, ...], Callable[[], _Counts]]
 
@@ -164,8 +164,8 @@ _SEES = {(tenant.name, tenant.band) for tenant in _TENANTS}
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="Envoy (default: %(default)s)")
     parser.add_argument("--admin", default="http://127.0.0.1:8081", help="admin API (default: %(default)s)")
-    parser.add_argument("--seconds", type=int, default=30, help="of load (default: %(default)s)")
-    parser.add_argument("--tool", choices=_NAMES, action="append", help="only this tool; may be repeated")
+    parser.add_argument("--seconds", type=int, default=30, help="seconds of load (default: %(default)s)")
+    parser.add_argument("--tool", choices=_NAMES, action="append", help="run only this tool; may be repeated")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:

@@ -1,7 +1,7 @@
 """Puts faults into the Lua scripts and the failover code, and checks that a test or schedule finds each.
 
-Each of MUTATIONS is applied to a copy of the source tree. There its tests run; if they pass, schedules of
-faults run by seed until one fails. docs/contributing.md has the results.
+Each mutation in MUTATIONS is applied to a copy of the source tree, in which the mutation's tests run. If all
+pass, schedules of faults run by seed until one fails. bench/results/mutations.md has the results.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from long.findings import Findings
 from picker_tools.audit.log import LogStream
 from picker_tools.load.generator import Request, closed_loop
 
-_PAUSE_S = (0.1, 1.5)  # time for which a process runs between two stops
+_PAUSE_S = (0.1, 1.5)  # seconds for which a process runs between two stops
 _STOP_S = (0.05, 0.6)
 _CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
@@ -39,9 +39,9 @@ _CONFIG = {
 }
 _BOUNDS = {"adaptive": {"mode": "adaptive"}, "static": {"watermark_per_backend": _BATCH}}
 _MOST_OF_BOUND = 1.2
-_ENDS_S = 2.0  # if the bound falls, requests beyond it end within this time
+_ENDS_S = 2.0  # seconds within which requests above a lowered bound end
 _LONGEST_S, _P99_S = 3.0, 2.0
-_LEAST, _LEAST_MEAN = 0.45, 0.5  # minimum throughput of each run, and on average, relative to the calm run
+_LEAST, _LEAST_MEAN = 0.45, 0.5  # minimum throughput / calm throughput: of each run, of the runs' mean
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +90,14 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
         for what, holds in {
             f"no client waits longer than {_LONGEST_S:g} s": found.longest_s <= _LONGEST_S,
             f"p99 is at most {_P99_S:g} s": found.p99_s <= _P99_S,
-            f"at least {_LEAST:g} of the calm throughput": parts[-1] >= _LEAST,
+            f"throughput is at least {_LEAST:g} of the calm run's": parts[-1] >= _LEAST,
             "no request fails": not found.failed,
-            f"at most {_MOST_OF_BOUND:g} of the bound is at the engines": found.most_of_bound
+            f"requests at the engines are at most {_MOST_OF_BOUND:g} times the bound": found.most_of_bound
             <= _MOST_OF_BOUND,
             "the counts are 0 two seconds after the last answer": not found.left_over,
         }.items():
             findings.check(f"seed {seed}: {what}", holds)
-    least = f"the runs have {_LEAST_MEAN:g} of the calm throughput on average"
+    least = f"the mean throughput of the runs is at least {_LEAST_MEAN:g} of the calm run's"
     findings.check(least, mean(parts) >= _LEAST_MEAN, f"{mean(parts):.2f}")
     head = ["seed", "answers/s", "of calm", "failed", "median s", "p99 s", "longest s", "at the engines"]
     findings.add(table([*head, "of the bound", "left over", "replicas left", "stopped s, mean"], rows))

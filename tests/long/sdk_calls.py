@@ -1,6 +1,6 @@
 """Makes SDK calls to the URL in its first argument; long/sdks.py runs it in an environment with the SDKs.
 
-It prints the names of all calls, then reads names from stdin, makes each named call and prints the result.
+The program prints the names of all calls, reads names from stdin, makes each named call, prints its result.
 """
 
 import asyncio

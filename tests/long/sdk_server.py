@@ -1,6 +1,6 @@
-"""A model server with many APIs, for long/sdks.py. It records requests, and answers equal requests equally.
+"""A model server with many APIs, for long/sdks.py, which records requests and answers equal requests equally.
 
-It compresses answers of model `packed` if the client accepts gzip; `faulty` gets 400, and `absent` gets 404.
+Answers of model `packed` are compressed if the client accepts gzip; `faulty` gets 400, and `absent` gets 404.
 """
 
 import asyncio

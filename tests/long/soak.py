@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Measurements at `at_s` s of the load. `replica_bytes`, `objects`: maximum over the replicas.
+    """Measurements when the load has run for `at_s` s. `replica_bytes`, `objects`: maximum over the replicas.
     `keys`: keys in Redis. `files`: open files of all replicas. `served`: requests served so far."""
 
     at_s: float
@@ -92,15 +92,13 @@ def _check_growth(
         )
     late = readings[len(readings) // 4 :]
     earlier = max(reading.keys for reading in late[: len(late) // 2])
-    findings.check(
-        f"`{mode}`: no more keys in Redis than before", late[-1].keys <= earlier, f"{late[-1].keys}"
-    )
+    findings.check(f"`{mode}`: the keys in Redis do not grow", late[-1].keys <= earlier, f"{late[-1].keys}")
     drift = sum(reading.drift for reading in readings)
-    findings.check(f"`{mode}`: no count drifts", not drift, f"{drift}")
+    findings.check(f"`{mode}`: counts of fleet and simulators agree", not drift, f"{drift}")
     findings.check(f"`{mode}`: no request fails", not counts["failed"], f"{counts['failed']}")
     agree = counts["served"] <= counts["finished"] <= counts["served"] + counts["left"]
     seen = ", ".join(f"{name} {counts[name]}" for name in ("asked", "served", "left", "finished"))
-    findings.check(f"`{mode}`: clients and simulators count alike", agree, seen)
+    findings.check(f"`{mode}`: simulators finish each served request once", agree, seen)
     head = ["minutes", "served", "largest replica MiB", "objects", "Envoy MiB", "Redis MiB", "keys"]
     rows = [
         f"{r.at_s / 60:.1f} {r.served} {r.replica_bytes / _MIB:.1f} {r.objects} {r.envoy_bytes / _MIB:.1f} "

@@ -25,7 +25,7 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 _PREFILL, _ENDPOINTS, _REPLICAS = 4, 8, 3
 _CLIENTS, _FLOWS = 48, 6
-_LIMIT = 6  # requests in flight of an endpoint, in each stage
+_LIMIT = 6  # maximum requests in flight on an endpoint in each stage
 _THRESHOLD_TOKENS = 200
 _PROMPT_TOKENS = (20, 100, 400, 1500, 6000)
 _KILL_EVERY_S = (1.0, 3.0)
@@ -35,14 +35,14 @@ _UNPICKABLE = 10**9  # added to the load of an endpoint that takes no new reques
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--kills", type=int, default=6, help="of each stage, and of replicas")
+    parser.add_argument("--kills", type=int, default=6, help="kills in each stage, and of replicas")
     parser.add_argument("--seed", type=int, default=1)
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     rows = [asyncio.run(_mode(mode, options, findings)) for mode in options.modes]
-    head = ["mode", "requests", "prompts prefilled elsewhere", "kills"]
-    findings.add(table([*head, "answers cut by kills of their server"], rows))
+    head = ["mode", "requests", "prompts computed by prefill servers", "kills"]
+    findings.add(table([*head, "answers cut by kills of their decode server"], rows))
 
 
 @dataclass(slots=True)

@@ -38,11 +38,11 @@ _REPLICAS, _ENDPOINTS, _POOL = 8, 4, "default"
 _IN_FLIGHT_TOKENS = 3000
 _SERVICE_S, _AGAIN_S, _MINUTE_S = 0.25, 5.0, 60.0
 _TEAMS, _CROWD = 4, 1000
-_KEYS: Mapping[str, int] = {"north": 10, "south": 10, "limited": 5}  # keys of each team
-_CALLERS = 4  # a leaf's requests at once: enough to be backlogged all the time
+_KEYS: Mapping[str, int] = {"north": 10, "south": 10, "limited": 5}  # number of keys of each team
+_CALLERS = 4  # a leaf's requests at once: enough to keep the leaf backlogged
 _CROWD_CALLERS = 60
 _REJECTING = "limited/team-3"
-_LIMITS: Mapping[str, int] = {"south/team-1": 22_500, "limited": 90_000, "limited/team-1": 18_000}  # a minute
+_LIMITS: Mapping[str, int] = {"south/team-1": 22_500, "limited": 90_000, "limited/team-1": 18_000}  # per min
 _NODES: Sequence[Mapping[str, Any]] = (
     *(
         {"path": path, "limits": [{"tokens": tokens, "per": "1m", "burst": 4000}]}
@@ -86,7 +86,7 @@ _CONFIG: Mapping[str, Any] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=int, default=9, help="minutes after the first (%(default)s)")
+    parser.add_argument("--minutes", type=int, default=9, help="minutes after the first one (%(default)s)")
     parser.add_argument("--seed", type=int, default=1)
 
 
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
         time_lapse(valkey.url, patched) as lapse,
         valkey.client() as client,
     ):
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignores the machine's delays
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignore the machine's delays
         log = _Log(client)
 
         async def life() -> None:

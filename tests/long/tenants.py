@@ -32,7 +32,7 @@ from picker_tools.local_fleet.parts import MODES, Mode
 _SDKS = ("openai", "anthropic")
 _LIMIT, _PER = 5, "1s"
 _SERVERS, _SERVICE_S = 2, 0.1
-_QUIET, _BUSY = 2, 8  # workers of each SDK
+_QUIET, _BUSY = 2, 8  # number of the tenant's workers for each SDK
 _MOST_RATIO, _LEAST_USED = 1.2, 0.8
 _SLACK_S = 0.05  # tolerance: how much sooner a retry's answer may come than the first answer plus the wait
 _REST_S = 20.0
@@ -42,7 +42,7 @@ _OPENAI_RESET = re.compile(r"(\d+h)?(\d+m(?!s))?(\d+(\.\d+)?s)?(\d+ms)?")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the three parts of a run")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each of a run's three parts")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -211,7 +211,7 @@ def _check_busy(what: str, sdk: str, calls: list[_Call], findings: Findings) -> 
 
 
 def _early_retries(calls: Iterable[_Call]) -> Iterator[float]:
-    """The seconds by which a call was repeated too early."""
+    """The seconds by which the SDK sent a call's retry too early."""
     for call in calls:
         for first, second in zip(call.attempts, call.attempts[1:], strict=False):
             early_s = first.at_s + float(first.headers.get("retry-after", "inf")) - second.at_s

@@ -1,4 +1,4 @@
-"""Checks a fleet in front of real vLLM servers on the CPU, in each mode (docs/vllm.md).
+"""Checks a fleet in front of real vLLM servers on the CPU, in each mode (docs/benefit.md).
 
 Installs vLLM once in the user's cache folder (6 GB), and starts servers with random weights and
 `--max-num-seqs 4` behind two replicas. Each check returns a short text for the report, or raises Failed.
@@ -29,7 +29,7 @@ from picker_tools.local_fleet.parts import MODES
 _COMPLETIONS = "/v1/completions"
 _CALL_S, _WAIT_S = 120.0, 30.0
 _SERVED = "x-picker-served"
-_LONG = 1900  # an answer of this many tokens outlasts a check
+_LONG = 1900  # number of tokens of an answer that outlasts a check
 # Tokens of a load's answers. Answers of equal length would end together, and a scrape could then see an idle
 # vLLM.
 _LOAD_TOKENS = (500, _LONG)
@@ -290,7 +290,7 @@ async def errors_pass(fleet: Fleet) -> str:
     return f"{' and '.join(seen)}, byte for byte, each counted once"
 
 
-async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
+async def a_killed_server_cuts_only_begun_answers(fleet: Fleet) -> str:
     """When a server is killed, every request whose answer has not begun is still answered.
 
     vLLM sends the header of a streamed answer before the first token, and Envoy cannot retry after a header.
@@ -371,7 +371,7 @@ BASE_CHECKS: Checks = (
     ("prefix affinity", prefix_hits_rise),
     ("usage", usage_is_charged),
     ("errors", errors_pass),
-    ("a server is killed", a_killed_server_costs_nothing_unanswered),
+    ("a killed server cuts only begun answers", a_killed_server_cuts_only_begun_answers),
 )
 ADAPTER_CHECKS: Checks = (("LoRA", adapters_are_read),)
 

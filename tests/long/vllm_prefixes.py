@@ -1,8 +1,8 @@
 """Compares prefix hits of real vLLM servers with a fixed and a learnt capacity of their caches, and with KV
 events.
 
-There are twice as many conversations as fit into the servers' caches; a client sends the next turn of a
-random one. Each round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the
+Twice as many conversations run as fit into the servers' caches; a client sends the next turn of a random
+conversation. Each round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the
 second half of a run. *Fixed*: the index assumes 31 250 blocks for each server. *Oracle*: one cache has the
 blocks of all servers. First, two checks of the KV events on their own.
 """
@@ -33,7 +33,7 @@ _SCORERS = {"queue-depth": 2, "kv-cache": 2, "prefix-affinity": 3}
 _BLOCK_TOKENS = 128  # block size of vLLM on the CPU; the tokenizer makes a token of each byte
 _QUESTION_BYTES, _ANSWER_BYTES = (64, 160), 64
 _TIMES_WHAT_FITS = 2
-_TOKENS = 16  # of an answer
+_TOKENS = 16  # tokens of an answer
 _KV_BLOCKS, _SERVERS, _CLIENTS = 128, 2, 14
 _LONG_BYTES = 1800
 _CALL_S = 120.0
@@ -222,13 +222,13 @@ async def _compare(options: argparse.Namespace, folder: Path, findings: Findings
             oracle = statistics.median(share for each in hits.values() for _, share in each)
             seen = f"fixed {fixed:.1%}, learnt {learnt:.1%}, precise {precise:.1%}, oracle {oracle:.1%}"
             for name, least, other in ((FIXED, 1.15, fixed), (PRECISE, 0.95, precise)):
-                check = f"{case.name}: learnt ≥ {least} × {name}"
+                check = f"{case.name}: hits with index learnt ≥ {least} × hits with index {name}"
                 findings.check(check, learnt >= least * other, f"{learnt / other:.2f}; {seen}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", choices=[each.name for each in CASES], help="only this case")
-    parser.add_argument("--requests", type=int, default=600, metavar="N", help="requests of a run")
+    parser.add_argument("--case", choices=[each.name for each in CASES], help="run only this case")
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="requests in each run")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
 
 

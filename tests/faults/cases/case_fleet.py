@@ -19,7 +19,7 @@ LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: a sweep ends expired leases
 MACHINE_S = 6.0  # extra seconds to wait, because the test machine is busy
 REAP_S = SWEEP_S + MACHINE_S
-TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
+TERMS = f"lease {LEASE_S:g} s, a sweep every {SWEEP_S:g} s"
 KEYS = Keys.of("default")
 
 

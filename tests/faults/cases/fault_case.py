@@ -15,7 +15,7 @@ from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
 # Simulated time to first token (ms) in cases whose load must fill the pool. In the short form answers take
-# longer: other tests slow the clients, and a load that lasts as long as leases and restarts costs them CPU.
+# longer, because a fast load that lasts for leases and restarts would slow tests that run at the same time.
 TTFT_MS = "20" if FULL else "300"
 _UPPER = "upper_bound_per_backend"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
@@ -38,7 +38,7 @@ class Case:
         self.figures.append(figure)
 
     def size(self, short: int, full: int) -> int:
-        """The form of the suite, `short` under `make test` and `full` under `make faults`."""
+        """Return `full` under `make faults`, else `short`."""
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:

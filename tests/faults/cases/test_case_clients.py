@@ -19,7 +19,7 @@ ITL_S = 0.02
 AT_ONCE = 100
 
 
-async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_stream_that_outlives_its_lease_is_complete(faulty: Callable[..., Any], case: Case) -> None:
     lease_s = case.size(3, 2)  # seconds: longer than the access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
@@ -31,7 +31,6 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
         asked = [sent(here, f"long {n}", tokens, streamed=True) for n in range(6)]
         streams = await asyncio.gather(*asked)
     await rests(here)
-    # Each stream is complete, and no lease expires.
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
@@ -41,10 +40,10 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     case.all_served(load)
 
 
-@pytest.mark.short_form("http")  # beside tests/fleet/test_disconnects.py
-async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
+@pytest.mark.short_form("http")  # tests/fleet/test_disconnects.py has `lean`
+async def test_clients_that_leave_leave_no_request_behind(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
-    case.describe(f"{count} clients leave at random phases")
+    case.describe(f"{count} clients leave in random phases of their requests")
     # Count the open connections after the fleet has served some requests.
     here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
     async with closed_loop(here.url, clients=10) as before:
@@ -57,7 +56,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     since = time.monotonic()
     await rests(here, within_s=5.0)
     # Every count of requests is 0 long before a lease could expire, and no connection stays open.
-    case.report(f"{_left(load)} left; all counts 0 after {time.monotonic() - since:.1f} s")
+    case.report(f"{_left(load)} clients left; all counts 0 after {time.monotonic() - since:.1f} s")
     assert _left(load) >= count
     case.all_served(load)
     now = await here.eventually(
@@ -70,7 +69,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
 
 
 @pytest.mark.short_form("http")
-async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
+async def test_requests_end_if_clients_leave_before_an_answer(faulty: Callable[..., Any], case: Case) -> None:
     times = case.size(1, 10)
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
     # Requests wait in the queue because admission is paused.
@@ -92,7 +91,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
     await case.check(here)
 
 
-async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_killed_envoys_requests_are_released(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(1, 10)
     case.describe(f"SIGKILL of Envoy, {kills} times")
     # Streams fill the pool, and further requests wait in the queue.

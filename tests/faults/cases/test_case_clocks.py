@@ -43,7 +43,9 @@ def wrong_clocks(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), project])}
 
 
-async def test_wrong_clocks(faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]) -> None:
+async def test_wrong_clocks_of_replicas_change_no_grant(
+    faulty: Callable[..., Any], case: Case, wrong_clocks: dict[str, str]
+) -> None:
     count = case.size(16, 60)
     case.describe("replica clocks 5 min fast, 5 min slow and right")
     # The replicas of one fleet have right clocks, the replicas of the other have wrong clocks.

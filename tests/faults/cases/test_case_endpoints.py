@@ -15,7 +15,7 @@ ENDS = ("completed", "upstream_failed")
 
 
 @pytest.mark.skipif(not FULL, reason="only in `make faults`; test_one_queue.py kills an endpoint")
-async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
+async def test_endpoints_killed_before_a_byte_fail_no_request(faulty: Callable[..., Any], case: Case) -> None:
     kills = 20
     case.describe(f"an endpoint killed before the first byte, {kills} times")
     # Model servers do not stream, so every kill comes before the first byte of an answer.
@@ -26,7 +26,7 @@ async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], cas
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_killed_endpoint_cuts_only_begun_answers(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed during its answers, {kills} times")
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
@@ -34,7 +34,7 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
     # Only answers that had begun are cut: by each kill at most as many as may run on one endpoint.
     cut = [record for record in load.unserved if record.status == 200]
     case.report(
-        f"{len(cut)} begun answers cut in {kills} kills, other errors {len(load.unserved) - len(cut)}"
+        f"{kills} kills cut {len(cut)} answers that had begun; other errors: {len(load.unserved) - len(cut)}"
     )
     assert [record for record in load.unserved if record.status != 200] == []
     assert len(cut) <= 4 * kills
@@ -44,7 +44,7 @@ async def test_endpoint_killed_during_answers(faulty: Callable[..., Any], case: 
 
 
 @pytest.mark.skipif(not FULL, reason="only in `make faults`; test_one_queue.py kills an endpoint once")
-async def test_endpoint_killed_after_each_restart(faulty: Callable[..., Any], case: Case) -> None:
+async def test_endpoints_killed_at_each_start_fail_no_request(faulty: Callable[..., Any], case: Case) -> None:
     flaps = 30
     case.describe(f"an endpoint killed as soon as it has restarted, {flaps} times")
     # Under load, read the shared state every 50 ms, and record the lowest count of requests.

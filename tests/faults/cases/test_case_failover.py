@@ -33,10 +33,10 @@ SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
 IN_STEP_S = 60.0  # time for a former primary to get in sync; Sentinels also delay a second failover
 KINDS = {
-    "sentinel": ("Sentinels, Redis 7: the primary", watched),
-    "cluster": ("Cluster of six: the slot's owner", clustered),
+    "sentinel": ("Sentinels, Redis 7: the primary is", watched),
+    "cluster": ("Cluster of six: the slot's owner is", clustered),
     "cluster_7": (
-        "Cluster of six, Redis 7: the slot's owner",
+        "Cluster of six, Redis 7: the slot's owner is",
         lambda folder: clustered(folder, debian("redis-server")),
     ),
 }
@@ -54,14 +54,15 @@ class Seen:
 
 
 @pytest.mark.parametrize("kind", KINDS if FULL else ["sentinel", "cluster"])
-async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: Path, kind: str) -> None:
+async def test_replicas_use_the_new_primary_after_a_primary_is_killed(
+    faulty: Callable[..., Any], case: Case, tmp_path: Path, kind: str
+) -> None:
     kills, seen = case.size(1, 5), Seen()
     what, starting = KINDS[kind]
     case.describe(f"{what} killed under load, {kills} times")
     with starting(tmp_path) as redis:
         size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
         async with counted(faulty, redis.url, **size) as (here, servers):
-            # The load fills the pool of three replicas.
             async with closed_loop(here.url, clients=CLIENTS, make_request=requests_of_flows(3)) as load:
                 for number in range(kills):
                     await load.wait_for_served(2 * BOUND)
@@ -77,7 +78,6 @@ async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: 
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
-                    # Restart the killed server, which becomes a replica of the new primary.
                     await asyncio.to_thread(former.revive)
                     await asyncio.to_thread(wait, redis.is_whole, "the old primary in sync", IN_STEP_S)
             since = time.monotonic()
@@ -93,8 +93,8 @@ async def test_primary_killed(faulty: Callable[..., Any], case: Case, tmp_path: 
     case.report(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
     case.report(
         f"another server after {_joined(seen.replaced_s)} s, "
-        f"all replicas shared after {_joined(seen.shared_s)} s, "
-        f"counts agree with the model servers after {_joined(seen.agreed_s)} s (lease {LEASE_S:g} s)"
+        f"all replicas share the queue after {_joined(seen.shared_s)} s, "
+        f"Redis's counts agree with the model servers after {_joined(seen.agreed_s)} s (lease {LEASE_S:g} s)"
     )
     case.report(f"all counts 0 {rested_s:.1f} s after the last answer")
 

@@ -16,7 +16,7 @@ OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
 
 
-async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
+async def test_no_request_fails_while_redis_loses_its_scripts(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(30, 600)
     case.describe(f"FUNCTION FLUSH and SCRIPT FLUSH every 100 ms, {flushes} times")
     # On a busy machine, retried calls may take longer than the suite's short lease.
@@ -35,7 +35,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 @pytest.mark.short_form("http")
-async def test_flushall_under_load(faulty: Callable[..., Any], case: Case) -> None:
+async def test_running_requests_are_counted_after_a_flushall(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")
     # Long streams run while other clients send short requests.

@@ -23,17 +23,19 @@ SERVICE_S = 0.4
 # The queue's capacity and the TTL are so small that some requests are refused as saturated and some expire.
 TTL_S = 0.6
 ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
-REFUSED_WITHIN_S = 1.0  # after the TTL
+REFUSED_WITHIN_S = 1.0  # a refusal comes at most this long after the TTL
 PAUSE_S = 0.25
-SHARED_S = 5.0  # s: within this time after Redis answers, all replicas use the shared queue
+SHARED_S = 5.0  # seconds from Redis's answer until all replicas use the shared queue
 LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]] = {
-    "killed": ("SIGKILL of Redis, back empty", Server.kill, Server.revive),
+    "killed": ("SIGKILL of Redis, which restarts empty", Server.kill, Server.revive),
     "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze, Server.thaw),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey: Server, loss: str) -> None:
+async def test_the_bound_holds_while_redis_is_unavailable(
+    faulty: Callable[..., Any], case: Case, valkey: Server, loss: str
+) -> None:
     fault, lose, end_loss = LOSSES[loss]
     away_s, beside_s = 60, 15
     case.describe(f"{fault} after {away_s} s")
@@ -46,7 +48,6 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
             await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
             await asyncio.sleep(beside_s)
-            # Redis becomes unavailable, and answers again after `away_s`.
             lost_s, before = time.monotonic(), servers.peak
             lose(valkey)
             servers.forget_peak()
@@ -65,7 +66,6 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
             f"highest in flight {peaks[0]} before, {peaks[1]} in the outage, {peaks[2]} after, of {BOUND}"
         )
         assert max(peaks) <= BOUND
-        # Every refusal has a header retry-after.
         refused_with_retry_after(load.history)
         case.report(
             f"answers a second {_rate(load.history, began_s, lost_s)} before, "
@@ -83,8 +83,10 @@ async def test_redis_unavailable(faulty: Callable[..., Any], case: Case, valkey:
         await all_at_rest(here, servers)
 
 
-async def test_one_replica_loses_redis(faulty: Callable[..., Any], case: Case, between: Proxy) -> None:
-    away_s, service_s = 16, 24.0  # a lease of 6 s would end twice
+async def test_requests_are_served_while_one_replica_loses_redis(
+    faulty: Callable[..., Any], case: Case, between: Proxy
+) -> None:
+    away_s, service_s = 16, 24.0  # the outage outlasts two leases of 6 s
     case.describe(f"one replica, which gets Envoy's access log, loses Redis for {away_s} s")
     leases = {"inflight": "6s", "access_log_interval": "2s", "replica_silence": "3s"}
     size = {"servers": SERVERS, "each": EACH, "service_s": service_s, "leases": leases}

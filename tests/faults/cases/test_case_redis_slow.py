@@ -15,7 +15,7 @@ from whole_fleet import Fleet
 from picker_tools.load.generator import Load, open_loop, quantile
 
 PER_S = 60.0
-SERVERS, EACH = 4, 200.0  # so large that no request has to wait
+SERVERS, EACH = 4, 200.0  # limits so large that no request waits in the queue
 BETWEEN = 120  # number of answers between two faults
 STALL_S, LATE_S = 1.0, 0.05
 # 99 % of decisions take at most this time, a bucket bound of the histogram (`redis.silence` is 1 s).
@@ -45,12 +45,14 @@ async def half_open(between: Proxy, load: Load) -> None:
 FAULTS: dict[str, tuple[str, Callable[[Proxy, Load], Awaitable[None]]]] = {
     "late": (f"Redis answers {LATE_S * 1000:.0f} ms later", late),
     "stalls": (f"Redis stalls for {STALL_S:g} s", stalls),
-    "half-open": ("every connection to Redis half-open, new ones work", half_open),
+    "half-open": ("every connection to Redis becomes half-open; new connections work", half_open),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy, fault: str) -> None:
+async def test_no_replica_fails_over_while_redis_is_slow(
+    faulty: Callable[..., Any], case: Case, between: Proxy, fault: str
+) -> None:
     what, inject = FAULTS[fault]
     well, times = 1200, 20
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
@@ -61,24 +63,22 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
             first, quick = len(load.history), await _decisions(here)
             await answered(load, well)
             usual = sorted(record.took_s for record in load.history[first:])
-            # Inject the fault as often as `times` says.
             before, since_s = await _decisions(here), time.monotonic()
             for _ in range(times):
                 await inject(between, load)
             after, until_s = await _decisions(here), time.monotonic()
         ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
-        # Each request is answered without an error.
         failed = [record for record in load.history if not record.served]
         case.report(f"{len(failed)} of {len(load.history)} answers not 200")
         # The replicas' histograms show that 99 % of decisions took at most MOST_S.
         median_s = quantile(usual, 0.5)
         slow, decided = after[0] - before[0], after[1] - before[1]
         case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
-        case.report(f"without the fault: {before[0] - quick[0]} of {before[1] - quick[1]}")
+        case.report(f"slow decisions without the fault: {before[0] - quick[0]} of {before[1] - quick[1]}")
         case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
         case.report(f"whole requests minus usual median {format_ms(took_s - median_s for took_s in ill)}")
         alone = await departures(here)
-        case.report(f"replicas failed over {alone} times")
+        case.report(f"replicas failed over to local admission {alone} times")
         assert failed == []
         assert alone == 0
         assert slow <= decided * 0.01

@@ -21,7 +21,7 @@ ENDS = ("completed", "reclaimed")
 
 
 @pytest.mark.skipif(not FULL, reason="tests/fleet/test_replica_loss.py is its short form")
-async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
+async def test_no_client_notices_killed_replicas(faulty: Callable[..., Any], case: Case) -> None:
     kills = 20
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
     # The load on three replicas has streamed answers, and request bodies of up to 60 KB.
@@ -29,12 +29,10 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 120))
-            # Kill a replica; the supervisor starts a new replica.
             await ready(here)
             here.replica(dice.randrange(3)).kill()
         await load.wait_for_served(50)
     case.all_served(load)
-    # All counts of requests return to 0 within a lease and one sweep.
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
@@ -46,7 +44,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 @pytest.mark.short_form("http")
-async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_replica_stopped_beyond_leases_keeps_a_bound(faulty: Callable[..., Any], case: Case) -> None:
     stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
     # The clients keep as many requests running as the pool may; three replicas serve it.
@@ -75,12 +73,11 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
 
 
 @pytest.mark.skipif(not FULL, reason="only in `make faults`; test_format.py changes only libraries")
-async def test_rolling_restart_with_another_library(
+async def test_a_rolling_restart_with_another_library_fails_no_request(
     faulty: Callable[..., Any], case: Case, two_versions: Any
 ) -> None:
     rounds = 4
-    case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
-    # Three replicas run one version of the scripts under load.
+    case.describe(f"rolling restart with old and new script versions side by side, {rounds} × 3 replicas")
     graceful = config(extproc={"drain_grace": "1s"})
     how = {"config": graceful, "environment": two_versions.environment, "spawned": True}
     here = faulty(*OPTIONS, **how)
@@ -140,7 +137,7 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     await here.eventually(seen, lambda found: found == ([0], settled), what=f"{settled} without replicas")
     statuses = dict(Counter(record.status for record in load.history if record.status != 200))
     assert set(statuses) <= {503}
-    case.report(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
+    case.report(f"answers while replicas died: {statuses}; settled {time.monotonic() - since:.1f} s later")
     asks = [
         Request(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2))
         for n in range(60)

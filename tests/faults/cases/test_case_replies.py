@@ -18,15 +18,17 @@ SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
 SERVICE_S = 0.02
-BETWEEN = 3  # the most answers to clients between two lost replies
+BETWEEN = 3  # maximum number of answers to clients between two lost replies
 SPARED = 20  # replies that each new connection delivers first, so that a retry's reply is not lost
 FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_script_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str) -> None:
+async def test_lost_replies_to_script_calls_count_no_request_twice(
+    faulty: Callable[..., Any], case: Case, tmp_path: Path, form: str
+) -> None:
     losses, dice = case.size(30, 300), random.Random(8)
-    how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "also the reply to a retry"}[form]
+    how = {"valkey": "Valkey", "redis_7": "Redis 7", "in_a_row": "also replies to retries are lost"}[form]
     case.describe(f"{losses} replies lost after the script ran, three replicas, {how}")
     binary = debian("redis-server") if form == "redis_7" else ""
     with redis_server(tmp_path / "redis", binary=binary) as redis:

@@ -13,21 +13,21 @@ from picker_tools.load.generator import Answer, flow_header
 DISPATCHES = 60
 MOST_RATIO = 1.25
 PATIENCE_S = 900.0
-ARRIVING = 200  # maximum requests that are sent and not yet queued
+ARRIVING = 200  # maximum number of requests that are sent but not yet queued
 FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 
 
-async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_wake_up_costs_the_same_with_many_requests(faulty: Callable[..., Any], case: Case) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # In mode `http` each waiting request takes two connections of Envoy.
     most = (hard - SPARE_FILES) // 2 if case.mode == "http" else 9_900  # Envoy accepts 10 000 connections
     few, many = case.size(50, 1000), min(case.size(300, 10_000), most)
-    case.describe(f"{many} waiters, one slot freed at a time")
+    case.describe(f"{many} requests wait, one slot is freed at a time")
     files = hard if case.mode == "http" else min(hard, FEW_WORKERS_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    # The pool runs one request at a time. Sweeps are rare, as a sweep scans all that wait; they end requests
-    # whose end is lost.
+    # The pool runs one request at a time. Sweeps end requests whose end was lost; they are rare here, because
+    # a sweep scans all waiting requests.
     slow = config(per_endpoint=1)
     slow["fair_request_queue"]["queue_ttl"] = "10m"
     slow["request_queue_controller"]["expiry_cleanup_interval"] = f"{case.size(10, 60)}s"
@@ -36,7 +36,7 @@ async def test_wake_up_cost_with_many_waiting_requests(faulty: Callable[..., Any
     # A wake-up costs Redis about as many calls with many waiting requests as with few.
     costs_text = " and ".join(f"{calls:.1f} calls, {commands:.1f} commands" for calls, commands in costs)
     ratio = costs[1][0] / costs[0][0]
-    case.report(f"a wake-up costs {costs_text} at {few} and {many} waiters: ratio {ratio:.2f}")
+    case.report(f"a wake-up costs {costs_text} while {few} and {many} requests wait: ratio {ratio:.2f}")
     assert ratio <= MOST_RATIO
     assert costs[1][1] / costs[0][1] <= MOST_RATIO
     await case.check(here)

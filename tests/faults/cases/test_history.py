@@ -69,7 +69,7 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_the_option_may_r
     assert faults([served()], [], log_lost=True) == []
 
 
-def test_a_broken_promise_is_a_fault() -> None:
+def test_check_history_finds_a_broken_promise() -> None:
     log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
     log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
     assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}

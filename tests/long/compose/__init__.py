@@ -227,7 +227,7 @@ def _run_fleet(engine: Engine, log: Steps) -> None:
         file = Path(folder) / "admin-token"
         file.write_text(token)
         Path(folder).chmod(0o755)
-        file.chmod(0o644)  # readable by the user in the container
+        file.chmod(0o644)  # the container's user must read the token
         engine.environment["PICKER_ADMIN_TOKEN_FILE"] = str(file)
         try:
             engine.down()

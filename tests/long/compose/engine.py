@@ -23,10 +23,10 @@ PROJECT = "picker-compose-test"
 BASE = "docker.io/library/python:3.11-slim"
 _INSIDE = "PICKER_COMPOSE_TEST_INSIDE"
 _HYBRID = Path("/sys/fs/cgroup/unified")  # podman's runtimes refuse this second cgroup hierarchy
-_STOP_S = 80  # longer than every stop_grace_period
+_STOP_S = 80  # longer than each stop_grace_period of the compose file
 _COMMAND_S = 1500.0
 _POLL_S = 0.5
-_REMOVALS = 10  # attempts; podman removes a container only after its dependents
+_REMOVALS = 10  # attempts, because podman removes a container only after its dependents
 
 
 class EngineFault(Exception):

@@ -48,7 +48,7 @@ class Quality:
 
 
 def fetch_or_make(engine: Engine, name: str) -> str:
-    """Make sure that image `name` exists: pull it, or build it from Debian. Returns a text that says how."""
+    """Make sure that image `name` exists: pull it, or build it from Debian. Returns how, as text."""
     if _has(engine, name):
         return "already present"
     try:

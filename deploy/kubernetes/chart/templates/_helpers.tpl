@@ -16,14 +16,14 @@ labels:
 {{- define "picker.port" -}}
 {{ splitList ":" . | last }}
 {{- end }}
-{{- /* With a pool the ports are those of the flags that charts of gateways pass. */}}
+{{- /* With an InferencePool, replicas listen at the ports in the flags that gateways' charts pass. */}}
 {{- define "picker.grpcPort" -}}
 {{ if .Values.inferencePool.name }}9002{{ else }}{{ include "picker.port" .Values.config.extproc.listen }}{{ end }}
 {{- end }}
 {{- define "picker.adminPort" -}}
 {{ if .Values.inferencePool.name }}9090{{ else }}{{ include "picker.port" .Values.config.admin.listen }}{{ end }}
 {{- end }}
-{{- /* The pool's name in the fleet, NAMESPACE.NAME: as `--pool-name` makes it of a long one (chart_flags.py). */}}
+{{- /* The pool's name in the fleet, NAMESPACE.NAME; shortened as `--pool-name` does (chart_flags.py). */}}
 {{- define "picker.poolKey" -}}
 {{- if gt (len .) 64 }}{{ trunc 55 . }}-{{ sha256sum . | trunc 8 }}{{ else }}{{ . }}{{ end }}
 {{- end }}
@@ -44,12 +44,12 @@ labels:
 {{- end }}
 {{- toYaml $config }}
 {{- end }}
-{{- /* HTTPS where the admin port speaks TLS; else nothing, which is HTTP. */}}
+{{- /* HTTPS if the admin port has TLS; otherwise empty, which means HTTP. */}}
 {{- define "picker.adminScheme" -}}
 {{- $admin := get (include "picker.config" . | fromYaml) "admin" | default dict }}
 {{- if hasKey $admin "tls" }}HTTPS{{ end }}
 {{- end }}
-{{- /* The ports for ext_proc of the further pools, as a JSON list. */}}
+{{- /* The further pools' ext_proc ports as a JSON list. */}}
 {{- define "picker.furtherPorts" -}}
 {{- $ports := list }}
 {{- if .Values.inferencePool.name }}{{- range .Values.inferencePool.further }}{{ $ports = append $ports (int .port) }}{{ end }}{{ end }}

@@ -1,4 +1,4 @@
-"""The scorer `by-price`: an endpoint's label has its price, and the cheapest endpoint scores 1."""
+"""The scorer `by-price`: a label has each endpoint's price, and the cheapest endpoint gets the score 1."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,7 +9,7 @@ from picker_fleet.extensions import EndpointState, Extension, PickRequest, Score
 
 
 class Parameters(BaseModel, extra="forbid"):
-    """`label` is the label that has the price; `otherwise` is the price without a usable label."""
+    """`label` names the label that has the price; `otherwise` is the price of endpoints without the label."""
 
     label: str = "price"
     otherwise: Annotated[float, Field(gt=0)]
