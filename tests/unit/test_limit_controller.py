@@ -44,6 +44,7 @@ class Pool:
     controller: LimitController = field(
         default_factory=lambda: LimitController(least=1, most=1_000_000, initial=8)
     )
+    lasts_s: float = 2.0  # how long a request runs, in a batch of any size
     now_s: float = 0.0
     completed: int = 0
 
@@ -67,9 +68,8 @@ class Pool:
                 )
                 for address, engine in self.engines.items()
             }
-            # A request runs for two seconds, in a batch of any size.
             for address, engine in self.engines.items():
-                self.completed += engine.running(in_flight[address]) // (2 * engine.sequences)
+                self.completed += int(engine.running(in_flight[address]) / engine.sequences / self.lasts_s)
             self.controller.look(self.now_s, seen, waiting=waits, completed=self.completed, misses=misses)
             history.append(self.controller.limits())
         return history
@@ -130,15 +130,17 @@ def test_a_full_kv_cache_ends_the_doubling_and_the_limit_settles_where_requests_
     assert all(19 <= limit <= 21 for limit in limits[20:])
 
 
-def test_a_preemption_in_an_engine_lowers_its_limit() -> None:
+@pytest.mark.parametrize(("lasts_s", "is_lowered"), [(2.0, True), (0.25, False)])
+def test_preemptions_lower_an_engines_limit_unless_many_more_requests_have_ended(
+    lasts_s: float, is_lowered: bool
+) -> None:
     engine = Engine(32)
-    pool = Pool({A: engine})
+    pool = Pool({A: engine}, lasts_s=lasts_s)
     pool.run(20)
     before = pool.controller.limits()[A]
     engine.preemptions += 3
     pool.run(1)
-    assert pool.controller.limits()[A] < before
-    assert "preempted" in pool.reason()
+    assert (pool.controller.limits()[A] < before) == is_lowered == ("preempted" in pool.reason())
 
 
 def test_a_request_refused_by_an_engine_lowers_its_limit() -> None:

@@ -28,7 +28,10 @@ from typing import Final
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.1
 _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
-_PREEMPTED: Final = 1 / 16  # least fraction of a batch preempted between two pages that counts as a signal
+# Preemptions between two pages are a signal above both fractions: of the batch, and of the ended requests. A
+# preempted request repeats half of its work on average: fewer preemptions cost less than a lower limit.
+_PREEMPTED: Final = 1 / 16
+_PREEMPTED_OF_ENDED: Final = 1 / 8
 _CONFIRMED: Final = 2  # this many pages in a row with a queue in the engine are a signal
 _DEEPEST_CUT: Final = 0.5  # one step cuts a limit at most to this fraction
 _CUT: Final = 0.93  # factor for a limit at which requests were preempted or refused
@@ -203,9 +206,10 @@ class LimitController:
         read_s = now_s - page.age_s
         if read_s <= known.page_s:
             return
-        known.page_s = read_s
+        since_s, known.page_s = read_s - known.page_s, read_s
         before, known.preemptions = known.preemptions, page.preemptions
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
+        ended = self._rate * seen.requests * since_s
         if read_s < known.changed_s + _SETTLED_S:
             return
         # A request may be several sequences in the engine, and others may use the engine, too.
@@ -225,7 +229,7 @@ class LimitController:
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
             why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
-        elif preempted > max(1.0, page.running * _PREEMPTED):
+        elif preempted > max(1.0, page.running * _PREEMPTED) and preempted > ended * _PREEMPTED_OF_ENDED:
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
         elif may_grow and seen.is_on_page and _is_reached(known, seen):
