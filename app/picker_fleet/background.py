@@ -1,6 +1,6 @@
 """Background tasks that restart after their own failures.
 
-Tasks that last as long as a replica, a pool or an outage are run by the function `keep`.
+The function `keep` runs tasks that last as long as a replica, a pool or an outage.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Any
 from picker_fleet.domain.errors import StartupError
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 1.0  # pause between a failure and the next attempt
-_CALLBACKS = "callbacks"  # name for failures of callbacks and of tasks that nothing awaits
+_PAUSE_S = 1.0  # seconds between a task's failure and its restart
+_CALLBACKS = "callbacks"  # counts failures of callbacks, and of tasks that nothing awaits, under this name
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -23,15 +23,15 @@ _count: contextvars.ContextVar[Callable[[str], object]] = contextvars.ContextVar
 
 
 def count_failures(count: Callable[[str], object]) -> None:
-    """Call `count` with the name of each failing task that this context starts from now on."""
+    """From now on, call `count` with the name of each task that this context starts and that fails."""
     _count.set(count)
 
 
 async def keep(task: str, work: Work) -> None:
-    """Run `work`, and again a second after each failure of `work`, until `work` returns or is cancelled.
+    """Run `work`, and restart it a second after each failure, until `work` returns or is cancelled.
 
-    Each failure is counted (`epp_background_failures_total`); failures with the same type and traceback lines
-    are logged once.
+    Count each failure (`epp_background_failures_total`). Log failures with the same type and traceback lines
+    only once.
 
     Raises:
         StartupError: the task `work` cannot start, and only another configuration or environment would help.

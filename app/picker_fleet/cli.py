@@ -1,4 +1,4 @@
-"""The command `picker`. A subcommand's module is imported only when it runs; `check` is defined here."""
+"""The command `picker`. It imports a subcommand's module only to run that subcommand; `check` is here."""
 
 import argparse
 import contextlib
@@ -30,13 +30,13 @@ _COMMANDS = {
     "top": ("picker_tools.top.command", "the fleet on a terminal, live"),
     "load": (
         "picker_tools.load.command",
-        "run a load scenario, check the fleet's promises, write a report",
+        "run a load scenario, check the fleet's guarantees, write a report",
     ),
     "import-config": (
         "picker_kubernetes.import_config",
-        "convert a file of the Go picker, LiteLLM or Envoy AI Gateway",
+        "convert a configuration file of the Go picker, LiteLLM or Envoy AI Gateway",
     ),
-    "audit": ("picker_tools.audit.command", "replay the decision log and check what the queue promises"),
+    "audit": ("picker_tools.audit.command", "replay the decision log and check the queue's guarantees"),
 }
 _CHECK_SUMMARY = "validate a configuration"
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _naming_the_extra(asked):
             parser = _parser(asked)
             args, unknown = parser.parse_known_args(words)
-            if unknown and asked != "serve":  # gateways' charts pass `serve` other pickers' flags
+            if unknown and asked != "serve":  # Helm charts of gateways give `serve` other pickers' flags
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             args.unknown = unknown
             status: int = args.run(args)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(fault, ConfigError | MissingExtra) else 1
     except KeyboardInterrupt:  # Ctrl-C before the command handles signals
         return 130
-    except BrokenPipeError:  # `picker envoy-config | head`
+    except BrokenPipeError:  # the reader of stdout has exited, as in `picker envoy-config | head`
         sys.stderr.close()
         return 1
     return status
@@ -104,7 +104,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
 
 def _imported(name: str) -> ModuleType:
     """Import the module `name` with the garbage collector off. The collector would take a third of the
-    start-up time, and the objects of modules are never garbage.
+    start-up time and free nothing, since modules keep their objects.
     """
     gc.disable()
     try:
@@ -115,11 +115,11 @@ def _imported(name: str) -> ModuleType:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Validate a configuration. Prints a summary (exit code 0), or on stderr one fault a line (exit code 2).
+    """Validate a configuration. Prints a summary and exits with 0, or prints faults on stderr, exits with 2.
 
-    `PICKER_…` variables overlay the file, as for a replica.
+    Environment variables `PICKER_…` override the file, as for a replica.
     """
-    # Import these modules here: importing them is slow, and other commands may not need them.
+    # Import modules of the configuration only here: they load slowly, and other commands may not need them.
     from picker_fleet.domain.config import load, pools_of
 
     try:
@@ -199,7 +199,7 @@ def _endpoints_of(settings: "Settings") -> str:
 
 
 class _Version(argparse.Action):
-    """The option that prints the version. No other code reads the package's slow metadata."""
+    """The option `--version`. Only this option reads the package's metadata, since reading them is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"picker {version()}")

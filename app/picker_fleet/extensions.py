@@ -14,8 +14,8 @@ An extension is a distribution with an entry point that names an `Extension`:
 
     EXTENSION = Extension(version=1, make=make, parameters=Parameters)
 
-`version` is the number for which the extension was written, never `VERSION`. `examples/extension` in the
-source is a whole distribution. The configuration names extensions:
+`version` is the number of the interface for which you wrote the extension; never pass `VERSION` there. The
+folder `examples/extension` is a complete distribution. The configuration names extensions:
 
 | group | protocol | key |
 |---|---|---|
@@ -24,12 +24,13 @@ source is a whole distribution. The configuration names extensions:
 | `picker_fleet.orderings` | `Ordering` | `fair_request_queue: {ordering: edf, due: {name, parameters}}` |
 | `picker_fleet.cost_estimators` | `CostEstimator` | `fair_request_queue.cost: {name, parameters}` |
 
-An extension gets one call at a time, in a thread of its own, and must not change its arguments. A call that
-raises, or takes longer than `scheduling.extension_budget`, is left out for its request: so a filter is no
-access control. Do slow work in `make`, or in a thread that `make` starts. Prefix matches, the session's
-endpoint, latencies and forecasts are known only while a built-in scorer that needs them is configured.
+An extension gets one call at a time, in a thread of its own, and must not change its arguments. The picker
+ignores a call that raises, or takes longer than `scheduling.extension_budget`: so a filter is no access
+control. Do slow work in `make`, or in a thread that `make` starts. Prefix matches, the session's endpoint,
+latencies and forecasts are known only while a built-in scorer that needs them is configured.
 
-Within a version, fields are only added. `GET /api/v1/config` shows parameters: let a secret be a file's name.
+A version of the interface gains fields but loses none. `GET /api/v1/config` shows the parameters: let a
+parameter name the file of a secret instead of the secret.
 """
 
 from picker_fleet.domain.extensions import VERSION, Extension, NoParameters

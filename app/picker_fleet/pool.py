@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
 _IDS_AT_A_TIME = 64
-_GOODBYE_S = 1.0  # deadline of the last calls to Redis and to a trace collector
+_GOODBYE_S = 1.0  # seconds that a stopping replica gives its last calls to Redis and to the trace collector
 
 _log = logging.getLogger(__name__)
 
@@ -105,21 +105,21 @@ class Pool:
             StartupError: tracing is configured but not installed, or an extension cannot be made.
         """
         self.settings, self.replica = settings, replica
-        # A process with one pool has no label `pool` in metrics and log lines.
+        # Metrics and log lines of a process with only one pool have no label `pool`.
         self._labels = {} if is_alone else {"pool": settings.pool}
         clock, url = asyncio.get_running_loop().time, settings.redis.url
         bands = settings.fair_request_queue.bands
 
         # Create the data that several parts of the pool share.
         self.fleet, self.heartbeat_now = KnownFleet(settings), HeartbeatTrigger()
-        # The leader may be waiting for Envoys to acknowledge the endpoints.
+        # Send a heartbeat when an Envoy acknowledges endpoints: the fleet's leader may wait for this.
         self.endpoints = SnapshotCell(on_acknowledged=partial(self.heartbeat_now, full=False))
         self.signing = Keyring()
         self.readings = MetricsCache(settings.scraping.stale_after, clock)
         self.metrics = Metrics((model.name for model in settings.models), self._labels, bands)
         self.metrics.follow_bodies(bodies)
 
-        # Redis
+        # Create the parts that speak Redis.
         self.traces = _tracing(settings, replica)
         pause_detector = PauseDetector()
         failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
@@ -164,7 +164,7 @@ class Pool:
         )
         self.metrics.follow_scores(self.chooser.scores)
 
-        # Admission
+        # Create the parts for admission.
         service = ServiceMeter()
         tenants = settings.tenants
         usage = UsageMeter(self.store, tenants.prices) if tenants is not None else None
@@ -195,7 +195,7 @@ class Pool:
                 running=self.admission.ledger.running_by_model,
             )
 
-        # The fleet
+        # Create the parts for heartbeats and fleet membership.
         self.replica_info = ReplicaInfo(self.admission.queue, service, clock)
         self.membership = Membership(
             self.store,
@@ -214,10 +214,10 @@ class Pool:
         )
         self._source = source_of(settings.discovery)
 
-        # Requests
+        # Create the parts that read requests.
         selected = None
         if settings.extproc.conformance:
-            _log.warning("extproc.conformance is on: any client chooses endpoints")
+            _log.warning("extproc.conformance is on: any client can choose endpoints")
             selected = partial(selected_endpoints, self.endpoints)
         self.context = ExchangeContext(
             settings=settings,
@@ -246,7 +246,7 @@ class Pool:
             tokens=self.tokens,
         )
 
-        # The admin API
+        # Create the parts of the admin API.
         self._fleet_state = FleetStateCache(self.store, settings.leases.replica_silence)
         view = FleetView(
             self.store,
@@ -321,7 +321,7 @@ class Pool:
 
     async def _follow_objects(self, named: KubernetesPool) -> None:
         """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""
-        from picker_kubernetes.objects import InferenceObjects  # only with the extra [kubernetes]
+        from picker_kubernetes.objects import InferenceObjects  # this package needs the extra [kubernetes]
 
         at = urlsplit(self.settings.redis.url)  # without the URL's user and password
         await InferenceObjects(
@@ -353,7 +353,7 @@ def _ids() -> Iterator[str]:
 
 
 def _tracing(settings: Settings, replica: str) -> "Traces | None":
-    """The exporter of spans; None, without an import of OpenTelemetry, unless tracing is configured."""
+    """The exporter of spans; None if tracing is not configured (OpenTelemetry is then never imported)."""
     if not settings.tracing.enabled:
         return None
     try:

@@ -39,7 +39,7 @@ from picker_fleet.telemetry import logs
 from picker_kubernetes import chart_flags
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.5  # between looks at readiness
+_LOOK_S = 0.5  # seconds between two checks whether this replica is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     default = pools[settings.pool]
     count_failures(default.metrics.background_failure)
     accounts = [pool.account for pool in pools.values()]
-    unknown = replace(default.context, paths=None)  # refuses every request
+    unknown = replace(default.context, paths=None)  # requests for an unknown pool: all are refused
     contexts = ByPool({name: pool.context for name, pool in pools.items()}, settings.pool, unknown)
     grpc_server = Server(
         contexts.each(lambda context: ExchangeService(context, uploads)),
@@ -102,7 +102,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             default.replica_info.follow_streams(grpc_server.streams_by_peer)
             has_token = settings.admin.token is not None or settings.admin.tokens
             if not has_token and not is_loopback(split_host_port(admin)[0]):
-                _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
+                _log.warning("admin.token is unset: a local proxy would let anyone change the fleet")
             http_host, _ = split_host_port(settings.http.listen or "-:0")
             http = f"{http_host}:{http_port}" if checks is not None else None
             on_bound(Bound(replica, f"{host}:{port}", admin_url, http))
@@ -160,7 +160,7 @@ def _services(pools: Mapping[str, Pool], default: str) -> dict[str, ByPool[Handl
 
 
 async def _no_pool(stream: Stream) -> None:
-    raise RpcError(Status.NOT_FOUND, "no such pool is served here")
+    raise RpcError(Status.NOT_FOUND, "this replica does not serve the named pool")
 
 
 def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | None:
@@ -168,12 +168,12 @@ def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | N
 
 
 def _cut_off(pools: Iterable[Pool]) -> str:
-    """The reason why Envoy should use other replicas; '' without one."""
+    """The reason why Envoy should use other replicas; '' if this replica can serve."""
     return "only other replicas reach Redis" if all(pool.admission.is_cut_off for pool in pools) else ""
 
 
 async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer | None) -> None:
-    """Report ready once this replica has joined each pool, so that it may admit, unless it is cut off."""
+    """Report this replica as ready once it has joined every pool, but not while it is cut off from Redis."""
     for pool in pools:
         await pool.membership.known()
     announced: str | None = None
@@ -211,14 +211,14 @@ def _on_signal() -> asyncio.Event:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_report_fault)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             loop.add_signal_handler(number, stopping.set)
     return stopping
 
 
 def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an unhandled error of the event loop, except a DNS lookup's: the connection that stopped waiting
-    for the lookup reports an error."""
+    """Log an unhandled error of the event loop, unless a DNS lookup raised it: the connection that needed the
+    lookup has already reported an error."""
     if not isinstance(context.get("exception"), socket.gaierror):
         report_unhandled(loop, context)
 
@@ -226,15 +226,15 @@ def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 def new_incarnation() -> str:
     """A unique replica id: the end of the host's name, and a random part that is new at each start.
 
-    The id is short because Redis stores the id with each waiting request; `about` has the whole host name.
+    The id is short because Redis stores it with each waiting request; heartbeats report the whole host name.
     """
     return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-# This threshold is larger than most request bodies, and smaller than bodies that fill a replica's memory.
+# Most request bodies are smaller than this; bodies that fill a replica's memory are larger.
 _LARGE_BLOCK_BYTES = 512 * 1024
-_KEPT_BYTES = 8 * 1024 * 1024  # maximum free memory that the heap keeps at its end
+_KEPT_BYTES = 8 * 1024 * 1024  # the heap keeps at most this much free memory at its end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,14 +249,14 @@ def run(args: argparse.Namespace) -> int:
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    pool = settings.pool if len(settings.pools) < 2 else ""  # each line names one of several pools
+    pool = settings.pool if len(settings.pools) < 2 else ""  # with several pools, each log line names its own
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)
     for name, its in pools_of(settings).items():
         if why := its.request_queue_controller.why_static:
             _log.info("pool %s: %s", name, why)
-    # Collect garbage seldom, which saves a few per cent of CPU: requests leave few reference cycles.
+    # Collect garbage seldom to save a few per cent of CPU time: requests leave few reference cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()
     uvloop.run(serve(settings, replica, _report))
@@ -278,8 +278,8 @@ def _give_large_blocks_back() -> None:
     """Make the C library return large blocks to the system as soon as they are freed.
 
     By default glibc, once it has freed a large block (up to 32 MiB), keeps blocks of that size in the heap of
-    the allocating thread. A replica with 120 MiB of bodies then uses up to 280 MiB more memory than an idle
-    replica; with this setting, 130 MiB more.
+    the allocating thread. A replica that holds 120 MiB of request bodies then uses up to 280 MiB more memory
+    than an idle replica; with this setting it uses 130 MiB more.
     """
     with contextlib.suppress(OSError, AttributeError):  # only glibc has mallopt
         library = ctypes.CDLL(None)

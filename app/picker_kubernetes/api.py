@@ -1,7 +1,7 @@
-"""The Kubernetes API for watchers: credentials, one connection pool, and the reflector.
+"""Watches objects in the Kubernetes API: has the credentials, one connection pool, and the reflector.
 
-A `Reflector` keeps a copy of the objects of one collection: it lists the objects once and then watches (in
-client-go's terms). lightkube provides credentials, TLS and the HTTP client; this module decides what to read,
+A `Reflector` (client-go's term) keeps a copy of the objects of one collection: it lists the objects once and
+then watches them. lightkube provides credentials, TLS and the HTTP client; this module decides what to read,
 when to list again and how long to wait before a retry.
 """
 
@@ -27,16 +27,16 @@ from picker_fleet.domain.errors import StartupError
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-_ANSWER_S = 10.0  # timeout of an API call, enough to list thousands of pods
-_WATCH_S: Final = (300, 600)  # the server gets a random watch timeout in this range, as in client-go
-_LATE_S = 30.0  # time after a watch's timeout in which the server must end the watch
-_RETRY_S: Final = (0.05, 0.5)  # first and longest pause before a retry; jitter shortens each by up to half
-_REFUSED_S = 5.0  # longest pause before a retry after a lasting refusal, such as status 403
-_ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
-_UNSERVED_S = 30.0  # longest pause between requests for an optional kind that the server lacks
-_RELIST_S = 0.3  # an expired watch waits for a random part of this before listing again
+_ANSWER_S = 10.0  # seconds for an answer of the API, enough to list thousands of pods
+_WATCH_S: Final = (300, 600)  # each watch has a random timeout, in seconds, in this range, as in client-go
+_LATE_S = 30.0  # the server must end a watch within this many seconds after the watch's timeout
+_RETRY_S: Final = (0.05, 0.5)  # first and longest pause (s) before a retry; jitter shortens it by up to half
+_REFUSED_S = 5.0  # longest pause, in seconds, before a retry after a lasting refusal, such as status 403
+_ENDED_SOON_S = 1.0  # a watch that ends within this many seconds counts as a fault
+_UNSERVED_S = 30.0  # longest pause, in seconds, between requests for an optional kind that the server lacks
+_RELIST_S = 0.3  # after a watch has expired, list again after a random part of this many seconds
 _CONNECTIONS = 8
-# With these socket options TCP detects a vanished server after 10 s.
+# With these socket options TCP detects within 10 s that a server has vanished.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -48,7 +48,7 @@ _KEEPALIVE = [
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """An object's metadata, except `resourceVersion`: a new version alone does not count as a change."""
+    """An object's metadata without `resourceVersion`, since a new version alone is no change."""
 
     name: str = ""
     namespace: str = ""
@@ -75,7 +75,7 @@ class _Event(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """The `Status` object of a failed API call; also decodes the resource version of a bookmark event."""
+    """The `Status` object of a failed API call. This class also decodes the version of a bookmark event."""
 
     code: int = 0
     message: str = ""
@@ -87,7 +87,7 @@ class _Versioned(msgspec.Struct):
 
 
 class KubernetesFault(Exception):
-    """A call to the API server failed. `code` is the HTTP status, 0 without a response."""
+    """Raised if a call to the API server fails. `code` is the HTTP status, 0 without a response."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}" if code else text)
@@ -95,12 +95,12 @@ class KubernetesFault(Exception):
 
 
 CONFLICT: Final = 409
-_EXPIRED, _TOO_NEW = 410, 504  # statuses: the resource version has been dropped, or lies ahead
+_EXPIRED, _TOO_NEW = 410, 504  # the server no longer has the resource version, or does not have it yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
 
 class Api:
-    """One API server with the credentials of this process."""
+    """One Kubernetes API server, called with this process's credentials."""
 
     def __init__(self, client: httpx2.AsyncClient, namespace: str) -> None:
         self._client = client
@@ -108,7 +108,7 @@ class Api:
 
     @classmethod
     def of_environment(cls) -> "Api":
-        """The API server that `KUBECONFIG` names, else the service account, else ~/.kube/config.
+        """The API server that the variable `KUBECONFIG`, the service account or ~/.kube/config gives.
 
         Raises:
             StartupError: credentials are missing or unusable.
@@ -128,7 +128,7 @@ class Api:
             )
             timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
             connection = ConnectionParams(timeout=timeout)
-            connection.transport = transport  # type: ignore[assignment]  # of both kinds, typed as one
+            connection.transport = transport  # type: ignore[assignment]  # fits both kinds of client
             client = AsyncClient(config, connection)
         except (CredentialsFault, OSError, KeyError, ValueError, msgspec.MsgspecError) as fault:
             raise StartupError(f"no credentials for the Kubernetes API: {fault}") from fault
@@ -143,11 +143,11 @@ class Api:
                 await self._client.aclose()
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
-        """The body of the response to GET. Raises KubernetesFault."""
+        """The body of the response to a GET. Raises KubernetesFault."""
         return await self._call("GET", path, params=params)
 
     async def apply_status(self, path: str, tree: Mapping[str, Any], *, manager: str, force: bool) -> None:
-        """Apply `tree` to the object's status (server-side apply) as the field manager `manager`. `force`
+        """Apply `tree` to an object's status (server-side apply) as the field manager `manager`. `force`
         takes over fields that another manager owns.
 
         Raises:
@@ -158,7 +158,7 @@ class Api:
             f"{path}/status",
             params={"fieldManager": manager, "force": "true" if force else "false"},
             content=msgspec.json.encode(tree),
-            headers={"content-type": "application/apply-patch+yaml"},  # JSON is YAML
+            headers={"content-type": "application/apply-patch+yaml"},  # JSON is valid YAML
         )
 
     async def _call(self, method: str, path: str, **options: Any) -> bytes:
@@ -174,11 +174,11 @@ class Api:
     async def lines(
         self, path: str, params: Mapping[str, str], limit_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """The lines of a response that the server streams for at most `limit_s`. Yields an
-        empty line first, when the response begins.
+        """The lines of a response that the server streams for at most `limit_s` seconds. First yields an
+        empty line, when the response begins.
 
         Raises:
-            KubernetesFault: the call failed, before the response or during the response.
+            KubernetesFault: the call failed before or during the response.
         """
         timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
         deadline_s = asyncio.get_running_loop().time() + limit_s
@@ -220,15 +220,15 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A collection of objects to watch, narrowed by `labels` and `name`. `what` names the objects in the log.
+    """A collection of objects to watch, restricted by `labels` and `name`. `what` names the objects in logs.
 
-    `optional`: an API server may lack this kind of object.
+    `optional`: an API server may not have this kind of object.
     """
 
     what: str
     path: str
     labels: Mapping[str, str] | None = None  # labels that the watched objects must have
-    name: str | None = None  # watch only the object of this name
+    name: str | None = None  # watch only the object with this name
     optional: bool = False
 
     @property
@@ -247,10 +247,10 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 class Reflector(Generic[Kind]):
     """Keeps a copy of the objects of a collection, by name.
 
-    Lists the objects once, then watches from the list's version through watch timeouts and server outages.
-    Lists again only if the server has dropped the version (status 410), and then accepts no list older than
-    `items`. Keeps `items` while the server is unreachable. Calls `on_change` after each change of `items`.
-    Logs and skips an object that cannot be decoded.
+    A reflector lists the objects once, then watches from the list's version, also after watch timeouts and
+    server outages. It lists again only if the server no longer has that version (status 410), and then
+    accepts no list older than `items`. It keeps `items` while the server is unreachable, and calls
+    `on_change` after each change of `items`. It logs and skips an object that cannot be decoded.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Reflector(Generic[Kind]):
         self._logged = ""
 
     async def run(self) -> None:
-        """Watch the collection until cancelled; retry after faults."""
+        """Watch the collection until cancelled. After a fault, retry."""
         expired = True
         while True:
             try:
@@ -295,14 +295,14 @@ class Reflector(Generic[Kind]):
                 self._log_fault(fault)
                 refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
                 if refused != self._refused:
-                    # A restarted server refuses every client until it has loaded its access rules.
+                    # A server that has restarted refuses every client until it has loaded its access rules.
                     self._refused, self._pause_s = refused, _RETRY_S[0]
                 pause_s = self._pause_s
                 self._pause_s = min(2 * pause_s, _REFUSED_S if refused else _RETRY_S[1])
                 await asyncio.sleep(self._draw(pause_s / 2, pause_s))
 
     async def _list(self) -> None:
-        # Version 0 lists from the server's cache, to spare etcd; a relist must not be older than `items`.
+        # Version 0 lists from the server's cache, to spare etcd; a later list must not be older than `items`.
         versions = {"resourceVersion": self._version or "0"}
         if self._version:
             versions["resourceVersionMatch"] = "NotOlderThan"
@@ -312,7 +312,7 @@ class Reflector(Generic[Kind]):
         except KubernetesFault as fault:
             if not self._version or fault.code != _TOO_NEW:
                 raise
-            body = await self._api.get(path, selection)  # for a server restored from an older backup
+            body = await self._api.get(path, selection)  # the server was restored from an older backup
         try:
             found = msgspec.json.decode(body, type=_List)
         except msgspec.MsgspecError as fault:
@@ -382,7 +382,7 @@ class Reflector(Generic[Kind]):
             return None
 
     def _log_fault(self, fault: KubernetesFault) -> None:
-        """Log a fault, unless the last logged fault was the same and no watch has succeeded since."""
+        """Log a fault, unless the last logged fault was the same and no watch has succeeded since then."""
         if str(fault) != self._logged:
             self._logged = str(fault)
             stays = "keeping the last known objects" if self.listed else "no list has succeeded yet"

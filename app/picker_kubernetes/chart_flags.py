@@ -1,8 +1,8 @@
 """Converts the flags that Helm charts of inference gateways pass to their endpoint picker into settings.
 
-`picker serve` accepts the chart flags too. With `--pool-name` a replica needs no configuration file: it uses
-the ports and defaults of the reference picker (of the Gateway API inference extension), and reads all else
-from Kubernetes. A chart flag without a counterpart is logged and otherwise ignored.
+`picker serve` accepts these chart flags, too. With `--pool-name` a replica needs no configuration file: it
+uses the ports and defaults of the reference picker (of the Gateway API inference extension), and reads
+everything else from Kubernetes. A chart flag without a counterpart is logged and otherwise ignored.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _port(text: str) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    about = "flags that gateways' charts pass; with --pool-name no configuration file is needed"
+    about = "flags that Helm charts of gateways pass; with --pool-name no configuration file is needed"
     add = parser.add_argument_group("in Kubernetes", about).add_argument
     add("--pool-name", metavar="NAME", help="the InferencePool whose pods are the endpoints")
     about = "the pool's namespace (default: $NAMESPACE, else the namespace of the credentials)"
@@ -57,13 +57,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--metrics-port", type=_port, metavar="PORT", help=about)
     about = "serve ext_proc over TLS, self-signed unless --cert-path is set (default: true)"
     add("--secure-serving", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
-    about = "obey the test headers of the conformance suite; never in production"
+    about = "obey the conformance suite's test headers; never use this in production"
     add("--conformance", type=_boolean, nargs="?", const=True, metavar="BOOL", help=about)
     add("--cert-path", type=Path, metavar="FOLDER", help="has tls.crt and tls.key, reloaded on change")
-    about = f"a Picker Fleet configuration, or an {import_config.KIND} to import"
+    about = f"file with a Picker Fleet configuration, or an {import_config.KIND} to import"
     add("--config-file", type=Path, metavar="FILE", help=about)
-    add("--config-text", metavar="YAML", help=f"an {import_config.KIND} to import")
-    add("--kubeconfig", metavar="FILE", help="credentials, in place of $KUBECONFIG")
+    add("--config-text", metavar="YAML", help=f"text of an {import_config.KIND} to import")
+    add("--kubeconfig", metavar="FILE", help="file of credentials, instead of $KUBECONFIG")
     for name in ("path", "port", "scheme"):
         add(f"--model-server-metrics-{name}", metavar=name.upper(), help=f"{name} of the metrics pages")
     for flag in _SERIES_FLAGS:
@@ -71,12 +71,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace) -> bool:
-    """Whether an inference gateway's chart passed the flags: such a chart sets `--pool-name`."""
+    """Whether an inference gateway's chart passed the flags, since such a chart sets `--pool-name`."""
     return args.pool_name is not None
 
 
 def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tuple[Settings, list[str]]:
-    """The replica's settings, and remarks for the log. Flags override the environment, which overrides files.
+    """The replica's settings, and remarks for the log. Flags override environment variables, which override
+    files.
 
     Raises:
         ConfigError: the configuration is invalid, or the flags contradict each other.
@@ -137,14 +138,14 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "extproc": {
             "listen": f"0.0.0.0:{_GRPC_PORT}",
             "health_listen": f"0.0.0.0:{_HEALTH_PORT}",
-            "tls": {},  # gateways connect to their picker by TLS and check no certificate
+            "tls": {},  # gateways connect to their picker by TLS, but check no certificate
             "trusted_headers": [FAIRNESS_ID[0], OBJECTIVE[0]],
         },
         "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}", "reference_metrics": True},
         "discovery": {"kubernetes": {"pool": pool, "namespace": namespace}},
         "fair_request_queue": {"overload_status": 429},
         "scheduling": {
-            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster can use only one address
+            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster can use only one endpoint
             "scorers": [
                 {"name": "queue-depth", "weight": 2},
                 {"name": "kv-cache", "weight": 2},
@@ -192,7 +193,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """The pool's name in keys of Redis, which is `name`, or the beginning and a hash of a long name."""
+    """The pool's name in Redis keys: `name` itself, or, if it is long, its beginning and a hash of it."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -1,7 +1,7 @@
-"""Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
+"""Converts an `EndpointPickerConfig` of llm-d's router, for `picker import-config` and `serve --config-file`.
 
-A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each other key. The
-command also converts limits of tenants (import_tenants.py). docs/migration.md documents the mapping.
+A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names each key without a
+counterpart. The command also converts tenants' limits (import_tenants.py). docs/migration.md has the mapping.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SCORERS: Mapping[str, str] = {
     "pd-slo-pair-optimizer": "slo-headroom",
     "random-picker": "random",
 }
-# Plugin type -> parameters that are imported or have a remark of their own.
+# Plugin type -> those of its parameters that are imported or have a remark of their own.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "max-score-picker": ("maxNumOfEndpoints",),
     "random-picker": ("maxNumOfEndpoints",),
@@ -62,7 +62,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
 }
 _PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
-_DETECTOR = "utilization-detector"  # the router's default
+_DETECTOR = "utilization-detector"  # the router's default saturation detector
 _LABEL_FILTERS = ("label-selector-filter", "by-label-selector")
 _ORDERINGS: Mapping[str, str] = {
     "fcfs-ordering-policy": "fcfs",
@@ -73,7 +73,7 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-# Plugin types that are imported by other means, or whose work this picker does anyway (docs/migration.md).
+# Plugin types that other code imports, or whose work this picker always does (docs/migration.md).
 BUILT_IN: frozenset[str] = frozenset({
     "single-profile-handler", "max-score-picker", "request-attribute-reporter",
     "metrics-data-source", "core-metrics-extractor", "approx-prefix-cache-producer", "inflight-load-producer",
@@ -84,7 +84,7 @@ BUILT_IN: frozenset[str] = frozenset({
     *_LABEL_FILTERS, *_ORDERINGS, *_FAIRNESS, _DETECTOR, "concurrency-detector",
     "header-based-testing-filter", "destination-endpoint-served-verifier",
 })  # fmt: skip
-# Plugin types without a counterpart -> what to use instead.
+# Plugin type without a counterpart -> what a user can use instead.
 _INSTEAD: Mapping[str, str] = {
     "predicted-latency-producer": "the scorer latency measures times itself",
     **dict.fromkeys(("latency-slo-admitter", "slo-headroom-tier-filter"), "add the scorer slo-headroom"),
@@ -93,7 +93,7 @@ _INSTEAD: Mapping[str, str] = {
     "context-length-aware": "give each range of lengths a pool of its own (pools)",
     "program-aware-fairness": "set fair_request_queue.fairness weighted-fair",
 }
-# Section of the file (`[]` follows a list) -> keys that are imported or have a remark of their own.
+# Section of the file (`[]` marks a list) -> its keys that are imported or have a remark of their own.
 _KEYS: Mapping[str, frozenset[str]] = {
     where: frozenset(keys.split())
     for where, keys in {
@@ -122,7 +122,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
     }.items()
 }
 _MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
-# Units of Kubernetes quantities (_UNITS) and of Go durations (_SECONDS).
+# The units of Kubernetes quantities (_UNITS), and of Go durations (_SECONDS).
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
     f"{prefix}{binary}": float(2 ** (10 * power) if binary else 1000**power)
     for power, prefix in enumerate("KMGTPE", start=1)
@@ -180,7 +180,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
 
 
 def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None:
-    """Add a remark for each key of `section`, and of the sections in it, that is not imported."""
+    """Add a remark for each key of `section`, or of a section within `section`, that is not imported."""
     path = where.replace("[]", "") + ("." if where else "")
     for key in sorted(map(str, section.keys() - _KEYS[where])):
         result.remarks.append(f"{path}{key} has no counterpart")
@@ -194,7 +194,7 @@ def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None
 
 
 def _plugins(tree: Mapping[str, Any]) -> Plugins:
-    """The plugins by name; the guide of pd-slo-profile-handler has it in a section of its own."""
+    """The plugins by name, with `profileHandler`: the guide of pd-slo-profile-handler uses that section."""
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     handler = [tree["profileHandler"]] if "profileHandler" in tree else []
     for number, entry in enumerate([*listed(tree, "plugins"), *handler]):
@@ -210,7 +210,7 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
 
 
 def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    """Import the first profile or, if a plugin handles stages, the stages' profiles."""
+    """Import the first scheduling profile or, if a plugin handles stages, the profiles of the stages."""
     profiles = {
         str(each.get("name")): mappings(each, "plugins", "schedulingProfiles.plugins")
         for each in mappings(tree, "schedulingProfiles", "schedulingProfiles")
@@ -247,8 +247,8 @@ def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
 def _profile(
     references: Sequence[Mapping[str, Any]], plugins: Plugins, result: Imported, section: dict[str, Any]
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """Import the plugins that a profile has in `references`: scorers into `section`, and the picker's number
-    of endpoints. Returns names and parameters of the profile's label filters."""
+    """Import the plugins that a profile references: its scorers into `section`, and its picker's number of
+    endpoints. Returns the names and parameters of the profile's label filters."""
     weights: dict[str, float] = {}
     filters = []
     for reference in references:
@@ -281,7 +281,7 @@ def _profile(
 
 
 def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
-    """Import a label selector's equality requirements, with a remark for each other expression."""
+    """Import a label selector's equality requirements, and add a remark for each other requirement."""
     wanted = {str(key): str(value) for key, value in mapping(parameters.get("matchLabels"), name).items()}
     for expression in mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
         values = expression.get("values")
@@ -310,7 +310,7 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
         )
     for other in detectors.keys() - {name}:
         result.remarks.append(f"plugins: {other} is not imported: {name or _DETECTOR} is the detector in use")
-    # Earlier versions of the router have the detector's parameters in the section saturationDetector itself.
+    # In earlier versions of the router, the section saturationDetector itself has the detector's parameters.
     kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
     if not detector and not detectors:
         return
@@ -411,7 +411,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
 def _limited_bands(
     bands: list[Mapping[str, Any]], most_bytes: int, result: Imported
 ) -> Iterator[dict[str, Any]]:
-    """The setting `priority_bands`: the `bands` with limits; with `most_bytes` the three named bands, too."""
+    """The setting `priority_bands`: the `bands` that have limits, and, if `most_bytes`, the named bands."""
     where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
     for band in bands:
         priority = band.get("priority")
@@ -429,13 +429,13 @@ def _limited_bands(
 
 
 def _named_once(key: str, bands: Iterable[Mapping[str, Any]], plugins: Plugins) -> list[str]:
-    """The types of the plugins that `bands` reference under `key`, without duplicates."""
+    """The types of the plugins that `bands` reference by `key`, without duplicates."""
     names = dict.fromkeys(str(band[key]) for band in bands if band.get(key))
     return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
 
 
 def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -> int:
-    """The limit `maxRequests` or `maxBytes` of a section, at most the picker's maximum; 0: no limit."""
+    """A section's limit `maxRequests` or `maxBytes`, at most the picker's maximum; 0 means no limit."""
     value, most_here = section.get(key), _MOST[key]
     if value is None:
         return 0
@@ -446,7 +446,7 @@ def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -
 
 
 def _quantity(value: object, where: str) -> float:
-    """The value of a Kubernetes quantity: 500, "1k", "2Gi", "1e3"."""
+    """The value of a Kubernetes quantity, such as 500, "1k", "2Gi" or "1e3"."""
     match = _QUANTITY.fullmatch(str(value).strip())
     if match is None or not (match[2] in _UNITS or match[2][0] in "eE"):
         raise ConfigError(f"{where}: {str(value)[:40]!r} is no quantity")
@@ -456,7 +456,7 @@ def _quantity(value: object, where: str) -> float:
 
 
 def _duration_s(value: object, where: str) -> float:
-    """The seconds in a Go duration such as "1m30s", or in a number of seconds."""
+    """The seconds in a Go duration such as "1m30s"; a number already counts seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
     parts = _DURATION.findall(value) if isinstance(value, str) else []
@@ -466,11 +466,11 @@ def _duration_s(value: object, where: str) -> float:
 
 
 def read(paths: Sequence[Path]) -> Imported:
-    """Convert the files at `paths`: one `EndpointPickerConfig`, alone or in a ConfigMap or a chart's values,
-    or files with limits of tenants.
+    """Convert the files at `paths`: one `EndpointPickerConfig` (also within a ConfigMap or a chart's values),
+    or files with tenants' limits.
 
     Raises:
-        ConfigError: the message names the file, or all files.
+        ConfigError: a file cannot be converted; the message names the file, or all files.
     """
     try:
         trees = [tree for path in paths for tree in _trees(path)]
@@ -488,8 +488,8 @@ def read(paths: Sequence[Path]) -> Imported:
 
 
 def _configs(tree: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-    """Each EndpointPickerConfig in `tree`, also in its texts. `seen` has the ids of the objects visited,
-    since an alias in YAML may repeat an object within itself."""
+    """Each EndpointPickerConfig in `tree`, also in texts within `tree`. `seen` has the ids of visited
+    objects, since an object in YAML may contain an alias of itself."""
     if id(tree) in seen:
         return
     seen.add(id(tree))
@@ -512,12 +512,12 @@ def _trees(path: Path) -> list[Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"an {KIND} of the Go picker, or limits of LiteLLM or Envoy AI Gateway (YAML, JSON)"
+    about = f"file with an {KIND} of the Go picker, or limits of LiteLLM or Envoy AI Gateway (YAML, JSON)"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the converted configuration on stdout, and the remarks on stderr, one a line."""
+    """Print the converted configuration on stdout, and the remarks on stderr, each on its own line."""
     result = read(args.files)
     names = ", ".join(file.name for file in args.files)
     print(f"# Imported from {names}; add discovery and redis.")

@@ -1,4 +1,4 @@
-"""The result of an import, and how importers read the trees of other products' files."""
+"""The result of an import, and functions by which importers read the files of other products."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from picker_fleet.domain.errors import ConfigError
 
 @dataclass(slots=True)
 class Imported:
-    """The result: `tree` is a Picker Fleet configuration; `remarks` name keys without a counterpart in it."""
+    """The result of an import: a Picker Fleet configuration `tree`, and remarks about other keys."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -20,12 +20,12 @@ class Imported:
 
 
 def mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    """The list of objects in `section[key]`; ConfigError names `where` if there is something else."""
+    """The list of objects in `section[key]`. Raises ConfigError, which names `where`, for any other value."""
     return [mapping(each, where) for each in listed(section, key)]
 
 
 def listed(tree: Mapping[str, Any], key: str) -> list[Any]:
-    """The list in `tree[key]`, empty if the key is missing; ConfigError if there is something else."""
+    """The list in `tree[key]`, empty if the key is missing. Raises ConfigError for any other value."""
     value = tree.get(key)
     if value is None:
         return []
@@ -35,7 +35,7 @@ def listed(tree: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """The object `value`, empty for None; ConfigError names `where` if it is something else."""
+    """The object `value`, empty for None. Raises ConfigError, which names `where`, for any other value."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads encode, prefill and decode profiles of an `EndpointPickerConfig`: for import_config.py.
+"""Reads the encode, prefill and decode profiles of an `EndpointPickerConfig`; import_config.py calls it.
 
 Sources: the plugins' README and sources in github.com/llm-d/llm-d-router,
 pkg/epp/framework/plugins/scheduling/profilehandler/disagg.
@@ -15,22 +15,22 @@ _OLDER = ("pd-profile-handler", "pd-slo-profile-handler")
 HANDLERS = ("disagg-profile-handler", *_OLDER)
 _NEVER_TOKENS = 1_000_000_000  # a threshold that no prompt exceeds
 
-Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # plugin's name -> its type and parameters
+Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name of a plugin -> its type and parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """The plugin that handles a file's stages: the names of its profiles, and its threshold in uncached
-    tokens as `scheduling.stages.threshold` (None: the file does not say)."""
+    """The plugin that handles a file's stages: the names of its profiles, and its threshold of uncached
+    tokens for `scheduling.stages.threshold` (None: the file has no threshold)."""
 
     decode: str
     prefill: str
     threshold: int | None
-    encode: str = ""  # '': no encode profile
+    encode: str = ""  # name of the encode profile; '' without one
 
 
 def handler(plugins: Plugins, result: Imported) -> Handler | None:
-    """The plugin that handles prefill and decode profiles; None without one."""
+    """The plugin that handles prefill and decode profiles; None without such a plugin."""
     for name, (kind, parameters) in plugins.items():
         if kind == "disagg-profile-handler":
             # Until v0.10 these parameters also had flat names, which llm-d's guides still use.
@@ -58,8 +58,8 @@ def handler(plugins: Plugins, result: Imported) -> Handler | None:
 
 
 def _old(parameters: Mapping[str, Any], plugins: Plugins, result: Imported) -> int | None:
-    """The threshold of an older handler without `deciderPluginName`: earlier versions have `threshold`,
-    later ones a decider's default name."""
+    """The threshold of an older handler without `deciderPluginName`: earlier versions have the parameter
+    `threshold`, later versions a decider with a default name."""
     if "threshold" in parameters:
         return max(_tokens(parameters["threshold"], "threshold") - 1, 0)
     default = "prefix-based-pd-decider"

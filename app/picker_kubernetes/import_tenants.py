@@ -1,8 +1,9 @@
-"""Converts limits of tenants, from LiteLLM and Envoy AI Gateway, to the section `tenants`.
+"""Converts tenants' limits of LiteLLM and Envoy AI Gateway to the section `tenants` of the configuration.
 
-From LiteLLM (1.110) it reads config.yaml and the answers of /team/list and /key/list, from Envoy AI Gateway
-(v1.0) BackendTrafficPolicy, AIGatewayRoute and GatewayConfig. A remark names each limit without a
-counterpart; docs/migration.md has the mapping. Both products refuse requests beyond a limit, as the nodes do.
+Of LiteLLM (1.110) it reads config.yaml and the answers of /team/list and /key/list; of Envoy AI Gateway
+(v1.0) it reads BackendTrafficPolicy, AIGatewayRoute and GatewayConfig. A remark names each limit without a
+counterpart; docs/migration.md has the mapping. The converted nodes, like both products, refuse requests
+beyond a limit.
 """
 
 import contextlib
@@ -22,21 +23,21 @@ Object = Mapping[str, Any]
 Kind = tuple[
     str, str
 ]  # unit and `per` of a limit; units and period of a budget; max_parallel_requests and ""
-Nodes = dict[str, dict[Kind, float]]  # path -> amounts
-Rule = tuple[str, dict[str, str], Kind, float]  # place in the file; header -> value, `*` for each; limit
+Nodes = dict[str, dict[Kind, float]]  # path of a node -> the amounts of its limits
+Rule = tuple[str, dict[str, str], Kind, float]  # place in the file; header -> value (`*`: any); kind, amount
 
-# LiteLLM's limits; `general_settings.token_rate_limit_type` changes the unit of tokens.
+# The limits of LiteLLM; its setting `general_settings.token_rate_limit_type` changes the unit of tokens.
 _RATES = {
     "rpm_limit": ("requests", "1m"), "tpm_limit": ("tokens", "1m"), "tpd_limit": ("tokens", "1d"),
     "max_parallel_requests": ("max_parallel_requests", ""),
 }  # fmt: skip
 _TOKEN_UNITS = {"total": "tokens", "input": "prompt_tokens", "output": "answer_tokens"}
-# LiteLLM resets budgets of these durations at midnight, on Mondays, and on the first of a month.
+# LiteLLM resets budgets of these durations at midnight, on Mondays, or on the first of a month.
 _PERIODS = {"1d": "day", "24h": "day", "7d": "week", "1w": "week", "30d": "month", "1mo": "month"}
 _SETTINGS = frozenset((*_RATES, "max_budget", "budget_duration"))
 _IS_LIMIT = re.compile(r"(limits?|budgets?|blocked|max_parallel_requests|default_\w+_params)$")
 _DEPLOYMENT_LIMITS = ("rpm", "tpm", "itpm", "otpm", "max_parallel_requests")
-# LiteLLM's prices of a token in dollars.
+# The prices of a token, in dollars, in LiteLLM's configuration.
 _PRICES = (
     ("prompt", "input_cost_per_token"), ("answer", "output_cost_per_token"),
     ("cached", "cache_read_input_token_cost"),
@@ -48,11 +49,11 @@ _TOKEN_TYPES = {"InputToken": "prompt_tokens", "OutputToken": "answer_tokens", "
 
 
 class _NoCounterpart(Exception):
-    """The message names the part of a rule that has no counterpart."""
+    """Raised if a rule cannot be converted; the message names the part without a counterpart."""
 
 
 def imported(trees: Sequence[object]) -> Imported:
-    """Convert `trees`, the documents of one product's files. ConfigError names the key of a malformed one."""
+    """Convert `trees`, the documents in one product's files. Raises ConfigError, which names a faulty key."""
     result = Imported()
     objects = [tree for tree in trees if isinstance(tree, Mapping) and "apiVersion" in tree]
     if 0 < len(objects) < len(trees):
@@ -81,8 +82,8 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
 
 
 def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
-    """Lower amounts that exceed the same limit of a node above, and remove limits that another limit above
-    keeps from being reached; yields the paths."""
+    """Lower each amount that exceeds the same limit of a node above, and remove each limit that can never be
+    reached because of another limit above. Yields the paths of the changed nodes."""
     for path, node in nodes.items():
         parts = path.split("/")
         for above in ("/".join(parts[:level]) for level in range(1, len(parts))):
@@ -99,7 +100,7 @@ def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
 
 
 def _limits(amounts: Mapping[Kind, float]) -> dict[Kind, Limit]:
-    """The limits with a rate among `amounts`, which need not be valid."""
+    """Those limits among `amounts` that have a rate; they need not be valid."""
     made: Callable[..., Limit] = Limit.model_construct
     return {
         (unit, per): made(per=per, **{unit: amount})
@@ -109,20 +110,20 @@ def _limits(amounts: Mapping[Kind, float]) -> dict[Kind, Limit]:
 
 
 def _wildcards(path: str) -> list[str]:
-    """The wildcard paths whose settings would apply to `path`, the most specific first."""
+    """The paths with wildcards whose settings would apply to `path`, the most specific first."""
     parts = path.split("/")
     found = ("/".join((*parts[:-1], "*")), "/".join("*" for _ in parts))
     return [each for each in dict.fromkeys(found) if each != path]
 
 
 def _some(names: Iterable[str]) -> str:
-    """At most three of `names`, and how many more."""
+    """A text with at most three of `names`, and how many more there are."""
     few = list(dict.fromkeys(names))
     return ", ".join(few[:3]) + (f" and {len(few) - 3} more" if len(few) > 3 else "")
 
 
 class _LiteLlm:
-    """Converts config.yaml, teams and keys. A limit without a counterpart causes one remark for all nodes."""
+    """Converts LiteLLM's config.yaml, teams and keys. One remark names all nodes that lack a counterpart."""
 
     def __init__(self, trees: Sequence[object], result: Imported) -> None:
         config: dict[str, Any] = {}
@@ -140,20 +141,20 @@ class _LiteLlm:
         self._models = mappings(config, "model_list", "model_list")
         self._token_unit = _TOKEN_UNITS.get(str(self._settings.get("token_rate_limit_type")), "tokens")
         self._result = result
-        self._left_out: defaultdict[str, list[str]] = defaultdict(list)  # start of a remark -> nodes' paths
+        self._left_out: defaultdict[str, list[str]] = defaultdict(list)  # start of a remark -> paths of nodes
         pages = [tree["total_pages"] for tree in trees if isinstance(tree, Mapping) and "total_pages" in tree]
         if any(isinstance(total, int) and total > len(pages) for total in pages):
             result.remarks.append(f"keys: only {len(pages)} of {pages[0]} pages of /key/list are given")
 
     def nodes(self) -> Nodes:
         nodes: Nodes = {}
-        paths: dict[str, str] = {"": ""}  # id of a team -> path
+        paths: dict[str, str] = {"": ""}  # id of a team -> path of its node
         for team in self._teams:
             identity = str(team.get("team_id") or "")
             path = paths[identity] = _path("", team.get("team_alias"), identity, nodes)
             nodes[path] = self._node(team, path, "teams")
             self._keys += [each for each in listed(team, "keys") if isinstance(each, Mapping)]
-        # Both answers may contain the same key.
+        # The answers of /team/list and /key/list may contain the same key.
         for token, key in {str(key.get("token") or at): key for at, key in enumerate(self._keys)}.items():
             team_id = str(key.get("team_id") or "")
             above = paths.setdefault(team_id, _path("", None, team_id, nodes))
@@ -172,7 +173,7 @@ class _LiteLlm:
         return nodes
 
     def _node(self, settings: Object, path: str, kind: str) -> dict[Kind, float]:
-        """The node of a team or key, whose settings may be in a budget table that several keys share."""
+        """The node of a team or key. Its settings may be in a budget table that several keys share."""
         table = mapping(settings.get("litellm_budget_table"), f"{kind}: litellm_budget_table of {path}")
         own = {key: value for key, value in settings.items() if value is not None}
         given: dict[str, Any] = {key: value for key, value in table.items() if key in _SETTINGS} | own
@@ -196,7 +197,7 @@ class _LiteLlm:
         return node
 
     def _set_prices(self, nodes: Nodes) -> None:
-        """Set the prices that LiteLLM's budgets, in dollars, need."""
+        """Set the prices that LiteLLM's budgets need, since these are in dollars."""
         if not any(unit == "units" for node in nodes.values() for unit, _ in node):
             return
         prices: dict[str, dict[str, float]] = {}
@@ -205,7 +206,7 @@ class _LiteLlm:
             costs |= mapping(model.get("litellm_params"), "litellm_params")
             kept = _PRICES if "cache_read_input_token_cost" in costs else _PRICES[:2]
             with contextlib.suppress(KeyError, ValueError):
-                # YAML reads `3e-05`, without a point, as a text.
+                # YAML reads a number such as `3e-05`, which has no point, as a text.
                 found = {part: float(str(costs[key])) for part, key in kept}
                 prices.setdefault(str(model.get("model_name")), found)
         if prices:
@@ -223,7 +224,7 @@ def _number(value: object, where: str) -> float:
 
 
 def _path(above: str, alias: object, identity: str, nodes: Nodes) -> str:
-    """The path of a child of `above`: its alias, unless another node has the same; else its id."""
+    """The path of a child of `above` by its alias, or by its id if another node has the same alias."""
     names = [re.sub(r"[/*]", "_", str(name)) for name in (alias or identity, identity)]
     paths = [f"{above}/{name}" if above else name for name in names]
     return next((path for path in paths if path not in nodes), paths[-1])
@@ -254,7 +255,7 @@ def _of_ai_gateway(objects: Sequence[Object], result: Imported) -> Nodes:
 
 
 def _selects(rule: Object, where: str) -> dict[str, str]:
-    """Header -> value, `*` for each value."""
+    """The headers by which a rule selects requests, with their values; `*` stands for any value."""
     if rule.get("shadowMode"):
         raise _NoCounterpart("shadowMode")
     found: dict[str, str] = {}
@@ -282,7 +283,7 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
     per, unit = str(limit.get("unit")), "requests"
     if response:
         key = str(mapping(response.get("metadata"), f"{where}: metadata").get("key"))
-        kind = types.get(key, "unknown")  # no llmRequestCosts has the key
+        kind = types.get(key, "unknown")  # no llmRequestCosts has this key
         if kind not in _TOKEN_TYPES:
             raise _NoCounterpart(f"the cost {key[:60]} of type {kind}")
         unit = _TOKEN_TYPES[kind]
@@ -296,7 +297,7 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
 
 
 def _tree_of(rules: Sequence[Rule], result: Imported) -> Nodes:
-    """The nodes for `rules`. The headers are the levels; rules with fewer headers set upper levels."""
+    """The nodes for `rules`. Each header is a level of the tree; rules with few headers set upper levels."""
     headers: list[str] = []
     nodes: Nodes = {}
     for where, selects, kind, amount in sorted(rules, key=lambda rule: len(rule[1])):
@@ -311,7 +312,7 @@ def _tree_of(rules: Sequence[Rule], result: Imported) -> Nodes:
             continue
         node = nodes.setdefault("/".join(values), {})
         node[kind] = min(amount, node.get(kind, math.inf))
-    # Envoy applies every rule that matches, but only one node applies here: it gets the limits of them all.
+    # Envoy applies every rule that matches, but here only one node applies: it gets the limits of all rules.
     for path, node in nodes.items():
         for kind, amount in (each for other in _wildcards(path) for each in nodes.get(other, {}).items()):
             node[kind] = min(amount, node.get(kind, math.inf))

@@ -1,9 +1,9 @@
-"""Watches InferenceObjectives and InferenceModelRewrites of the pool in the Kubernetes API server.
+"""Watches a pool's InferenceObjectives and InferenceModelRewrites in the Kubernetes API server.
 
-A request that names an objective has the objective's priority, any int32 (bands.py). A rewrite replaces the
-model of a request by other models, split by weights (traffic_split.py). Objectives and rewrites exist in two
-API groups, and an object in the newer group takes precedence. Each replica logs objects that it cannot use;
-the leader also writes a condition into each object's status, unless another fleet wrote that condition first.
+A request that names an objective gets the objective's priority, any int32 (bands.py). A rewrite replaces a
+request's model by other models, split by weights (traffic_split.py). Objectives and rewrites exist in two
+API groups; an object in the newer group takes precedence. Each replica logs objects that it cannot use; the
+fleet's leader also writes a condition into each object's status, unless another fleet wrote it first.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from picker_kubernetes.api import (
 
 _log = logging.getLogger(__name__)
 
-GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # an object in the first group takes precedence
-_SETTLE_S = 0.05  # pause that collects changes which arrive together
-_LONGEST_NAME = 256  # bytes
+GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # objects in the first group take precedence
+_SETTLE_S = 0.05  # seconds to wait after a change, since changes arrive in bursts
+_LONGEST_NAME = 256  # maximum bytes of an objective's name
 _MOST_WEIGHT = 1_000_000
 POOL_GROUP: Final = "inference.networking.k8s.io"
-# Reason in the condition of an object whose pool does not exist; a fleet that serves the pool replaces it.
+# The reason in an object's condition if its pool does not exist; a fleet that serves the pool replaces it.
 _NO_POOL = "PoolNotFound"
-_TAKE_OVER_S = 30.0  # time for an owner to update a condition for an object's new version
-_WRITE_S = 1.0  # time for writing conditions while changes wait; one slow API call takes up to 10 s
-_MOST_CYCLES = 8  # finding a cycle among a thousand rewrites takes about 2 ms
+_TAKE_OVER_S = 30.0  # seconds for a condition's owner to update it for an object's new version
+_WRITE_S = 1.0  # seconds for writing conditions while changes wait; one slow API call takes up to 10 s
+_MOST_CYCLES = 8  # maximum cycles to find; finding one among a thousand rewrites takes about 2 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class _PoolRef(msgspec.Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the referenced pool is in the API group `POOL_GROUP`, which an empty group also means."""
+        """Whether the referenced pool is in the API group `POOL_GROUP`; an empty group means the same."""
         return self.group in ("", POOL_GROUP)
 
 
@@ -74,7 +74,7 @@ class _ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """The fields read from an InferenceObjective."""
+    """The fields of an InferenceObjective that the picker reads."""
 
     metadata: Metadata
     spec: _ObjectiveSpec = _ObjectiveSpec()
@@ -106,7 +106,7 @@ class _RewriteSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Rewrite(msgspec.Struct, frozen=True):
-    """The fields read from an InferenceModelRewrite."""
+    """The fields of an InferenceModelRewrite that the picker reads."""
 
     metadata: Metadata
     spec: _RewriteSpec = _RewriteSpec()
@@ -114,14 +114,14 @@ class Rewrite(msgspec.Struct, frozen=True):
 
 
 class _Names(msgspec.Struct):
-    """A list response of the API; only the number of its items is used."""
+    """A list that the API returns; the picker uses only the number of its items."""
 
     items: list[msgspec.Raw] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """Priorities and splits computed from the objects. `anything` is the split for models without a rule."""
+    """The priorities and splits that objects define. `anything` is the split for models without a rule."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)  # objective's name -> priority
     splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
@@ -129,14 +129,14 @@ class LiveObjects:
 
 
 def objective_fault(objective: Objective) -> str:
-    """Why an objective of this pool cannot be used; '' if usable."""
+    """The reason why an objective of this pool cannot be used; '' if it is usable."""
     if len(objective.metadata.name.encode()) > _LONGEST_NAME:
         return "its name is too long"
     return "" if -(2**31) <= objective.spec.priority < 2**31 else "spec.priority is no int32"
 
 
 def rewrite_fault(rewrite: Rewrite) -> str:
-    """Why a rewrite of this pool cannot be used; '' if usable."""
+    """The reason why a rewrite of this pool cannot be used; '' if it is usable."""
     if not rewrite.spec.rules:
         return "spec.rules is empty: nothing is rewritten"
     for number, rule in enumerate(rewrite.spec.rules):
@@ -158,9 +158,9 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
-    """Find rewrites whose targets lead back to a matched model by way of other rules. Returns: name of a
-    rewrite -> the models in its cycle. Rewrites with a cycle stay in use, because a target is never rewritten
-    again. Finds `_MOST_CYCLES` cycles at most."""
+    """Find rewrites whose targets lead back to a matched model by way of other rules. Maps the name of such a
+    rewrite to the models in its cycle. The rewrites stay in use, because a target is never rewritten again.
+    Finds at most `_MOST_CYCLES` cycles."""
     rewrites = list(rewrites)
     targets = {
         model: [name for name in dict.fromkeys(split.names) if name != model]  # a rule may keep its model
@@ -174,7 +174,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
             cycle: list[str] = fault.args[1][::-1]  # each model is followed by one of its targets
         else:
             break
-        targets[cycle[0]].remove(cycle[1])  # break this cycle, to find the next one
+        targets[cycle[0]].remove(cycle[1])  # break this cycle, so that the next one can be found
         models = frozenset(cycle)
         for rewrite in rewrites:
             matches = (match.model.value for rule in rewrite.spec.rules or () for match in rule.matches or ())
@@ -189,7 +189,7 @@ def _is_model(name: str) -> bool:
 
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
     """Compute priorities and splits from usable objects. If two rules match one model, the older object's
-    rule applies; if equally old, the rule of the lesser name; within one object, the first rule."""
+    rule applies; of objects of one age, the one with the lesser name; within one object, the first rule."""
     priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None
@@ -204,7 +204,7 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
 
 
 class _Kind(NamedTuple):
-    """Objectives or rewrites. `condition` is the type of the status condition of such objects."""
+    """A kind of object: objectives or rewrites. `condition` is the type of their status condition."""
 
     name: str
     type: type[Objective] | type[Rewrite]
@@ -219,7 +219,7 @@ _KINDS: Final = (
 
 
 class _Sent(NamedTuple):
-    """A condition sent for an object with creation time `created`. `refused`: another manager owns it."""
+    """A condition sent for an object that was created at `created`. `refused`: another manager owns it."""
 
     created: str
     condition: _Condition
@@ -230,8 +230,8 @@ class _Sent(NamedTuple):
 @dataclass(slots=True)
 class _Followed:
     """An object in the collection at `path`. `fault` says why the object cannot be used; `remark` is the last
-    logged message about the object. `judged` has the object's generation and the other pool that it named
-    when that pool was last looked up."""
+    logged message about it. `judged` has the object's generation and the other pool that it named when this
+    pool was last looked up."""
 
     path: str
     kind: _Kind
@@ -246,16 +246,16 @@ class _Followed:
         return self.item.metadata.name
 
     def log(self, what: str, remark: str) -> None:
-        # `OneASecond` limits each template, hence each object.
+        # `OneASecond` limits the lines of each template, so the template contains the object's name.
         _log.warning(f"{self.kind.name.lower()}s {self.name} %s: %s", what, remark)
 
 
 class InferenceObjects:
-    """Watches the objects of `pool`, and calls `report` with the fields of LiveObjects after
+    """Watches the objectives and rewrites of `pool`, and calls `report` with the fields of LiveObjects after
     each change.
 
-    `publishes` returns whether this replica writes conditions. The text `fleet` is equal in all replicas of a
-    fleet and, with their namespace, unique to the fleet.
+    `publishes` returns whether this replica writes conditions. The text `fleet` is the same in all replicas
+    of a fleet and, together with their namespace, unique to the fleet.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class InferenceObjects:
         self._pool, self._namespace = pool, namespace
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
-        self._known: dict[tuple[str, str], _Followed] = {}  # (path, name) -> object
+        self._known: dict[tuple[str, str], _Followed] = {}  # (collection's path, object's name) -> object
         self._pools_path = ""
         self._fleet, self._manager = fleet, ""
 
@@ -290,7 +290,7 @@ class InferenceObjects:
                 tasks.create_task(keep("kubernetes-watch", reflector.run))
             while True:
                 await self._changed.wait()
-                await asyncio.sleep(_SETTLE_S)  # collect changes, which arrive in bursts
+                await asyncio.sleep(_SETTLE_S)  # wait for further changes, which arrive in bursts
                 self._changed.clear()
                 self._take(reflectors)
                 await self._write_conditions(api)
@@ -327,7 +327,7 @@ class InferenceObjects:
         return each.kind.fault_of(each.item)
 
     def _own(self) -> list[_Followed]:
-        """The objects of this pool; of objects with one name and kind, the one in the first API group."""
+        """This pool's objects; of two objects of the same name and kind, the one in the first API group."""
         found: dict[tuple[str, str], _Followed] = {}
         for each in self._known.values():
             found.setdefault((each.kind.name, each.name), each)
@@ -335,7 +335,7 @@ class InferenceObjects:
         return [each for each, pool in references if pool.is_known and pool.name == self._pool]
 
     async def _write_conditions(self, api: Api) -> None:
-        """Write the conditions of this pool's objects, then of objects whose pool does not exist. Stops after
+        """Write the conditions of this pool's objects, then of objects whose pool does not exist. Stop after
         `_WRITE_S` seconds if objects have changed meanwhile."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + _WRITE_S
@@ -347,14 +347,14 @@ class InferenceObjects:
         await self._judge_of_others(api)
 
     async def _judge_of_others(self, api: Api) -> None:
-        """Write a condition to objects whose pool does not exist; an existing pool's picker writes its own.
-        Check each version of an object once: if the pool is created later, that pool's picker takes over."""
-        exists: dict[str, bool | None] = {}  # pool -> whether it exists; None: no answer
+        """Write a condition to objects whose pool does not exist; the picker of an existing pool writes its
+        own. Check each version of an object once: if its pool is created later, its picker takes over."""
+        exists: dict[str, bool | None] = {}  # pool -> whether it exists; None if the API did not answer
         for each in self._known.values():
             reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
             pool = reference.name
             if not reference.is_known:
-                continue  # the pool is in an API group that this picker does not know
+                continue  # the pool belongs to an API group that this picker does not know
             if pool == self._pool or each.judged == (generation, pool):
                 continue
             if pool not in exists:
@@ -364,7 +364,7 @@ class InferenceObjects:
                 except (KubernetesFault, msgspec.MsgspecError):
                     exists[pool] = None
             if exists[pool] is None:
-                continue  # look up the pool again after the next change
+                continue  # look up the pool again after the next change of an object
             each.judged = generation, pool
             if exists[pool]:
                 continue
@@ -377,8 +377,8 @@ class InferenceObjects:
         """Write the object's condition, unless another fleet owns the condition.
 
         Two fleets that disagree must not replace each other's condition for ever. So each fleet writes a
-        condition once; then it leaves the condition to its owner, the first fleet's field manager. If the
-        owner ignores a new version of the object for `_TAKE_OVER_S`, this fleet takes over the condition.
+        condition once; then it leaves the condition to its owner, the field manager of the first fleet. If
+        the owner ignores a new version of the object for `_TAKE_OVER_S` seconds, this fleet takes over.
         """
         metadata, status = each.item.metadata, "True" if is_used else "False"
         wanted = _Condition(each.kind.condition, status, reason, message, metadata.generation)
@@ -406,7 +406,7 @@ class InferenceObjects:
             await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
         except KubernetesFault as fault:
             if fault.code != CONFLICT:
-                return  # the API is unreachable; the watch lists all objects again when it answers
+                return  # the call failed; the next change of an object leads to another attempt
             what = f"{each.kind.name.lower()}s {metadata.name}"
             _log.info("another field manager owns the condition of %s, which stays: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)

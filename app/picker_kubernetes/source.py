@@ -1,7 +1,7 @@
-"""Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
+"""Finds endpoints in Kubernetes: the pods that one InferencePool selects, on each of its target ports.
 
 The InferencePool has the API version inference.networking.k8s.io/v1. Each running pod with an address is an
-endpoint; an unready or terminating pod drains. Requests in flight on a pod that has gone still count.
+endpoint, which drains while the pod is unready or terminating. Requests on a pod that is gone still count.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 POD_LABEL = "picker-fleet/pod"
 NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
-# Annotations with the ports on which a pod serves; the first annotation that a pod has applies.
+# Annotations that name the ports on which a pod serves; of several annotations the first one applies.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-_PORTS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME, KV_EVENTS_PORT)  # labels or annotations of a pod
-_SETTLE_S = 0.25  # pause between updates: many pods change together; the first change is reported at once
+_PORTS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME, KV_EVENTS_PORT)  # a pod's labels or annotations
+_SETTLE_S = 0.25  # seconds between two updates, since many pods change together; the first is immediate
 
 
 class _Port(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class _PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The fields read from an InferencePool."""
+    """The fields of an InferencePool that the picker reads."""
 
     metadata: Metadata
     spec: _PoolSpec = _PoolSpec()
@@ -66,7 +66,7 @@ class _PodStatus(msgspec.Struct, frozen=True):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """The fields read from a pod."""
+    """The fields of a pod that the picker reads."""
 
     metadata: Metadata
     status: _PodStatus = _PodStatus()
@@ -80,17 +80,17 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 class PodEndpoints:
-    """Derives endpoints from pods; recomputes only changed pods, since few of thousands change at a time."""
+    """Makes endpoints of pods. Recomputes only changed pods, since few of thousands change at a time."""
 
     def __init__(self) -> None:
         self._ports: tuple[int, ...] = ()
         self._known: dict[str, tuple[Pod, tuple[Endpoint, ...]]] = {}
 
     def of(self, pods: Mapping[str, Pod], ports: Iterable[int]) -> tuple[Endpoint, ...]:
-        """One endpoint for each running pod in `pods` (by name) and each of its active `ports`, ordered by
+        """One endpoint for each running pod in `pods` (by name) and each of its active `ports`, in order of
         address.
 
-        If two pods share an address (host network), a ready pod takes precedence, then the first by name.
+        If pods share an address (host network), a ready pod takes precedence, then the first pod by name.
         """
         numbers = tuple(dict.fromkeys(ports))
         former = self._known if numbers == self._ports else {}
@@ -131,7 +131,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
     try:
         address = endpoint_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except ValueError:
-        return None  # the API server validates addresses and ports, so this is unexpected
+        return None  # not expected, since the API server validates addresses and ports
     own = {
         POD_LABEL: pod.metadata.name,
         NAMESPACE_LABEL: pod.metadata.namespace,
@@ -145,7 +145,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
 
 
 def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
-    """The annotation with the ports on which `pod` serves, and these ports; '' and None without one."""
+    """The annotation that names the ports on which `pod` serves, and these ports; '' and None without it."""
     annotations = pod.metadata.annotations or {}
     for name in _ACTIVE_PORTS:
         if (text := annotations.get(name)) is not None:
@@ -180,7 +180,7 @@ class KubernetesSource:
         pools = Reflector(api, collection, Pool, self._changed.set)
         group.create_task(keep("kubernetes-watch", pools.run))
         pods: _Selected | None = None
-        following: _Selected | None = None  # pods of a new selector, not listed yet
+        following: _Selected | None = None  # the pods of a new selector, which have not been listed yet
         reported: tuple[Endpoint, ...] | None = None
         pod_endpoints = PodEndpoints()
         while True:

@@ -1,4 +1,4 @@
-"""Parsers of command-line arguments, for argparse's `type`."""
+"""Parsers of command-line arguments: values for the parameter `type` of argparse."""
 
 import argparse
 from collections.abc import Callable

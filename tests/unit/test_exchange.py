@@ -328,12 +328,12 @@ REFUSED = [
         (messages, 500, "unsupported_processing_mode", says)
         for messages, says in (
             *(([headers(mode)], names) for mode, names in UNSUPPORTED),
-            ([body(ASK)], "request body came"),
-            ([ProcessingRequest()], "an empty message came"),
-            ([headers("lean"), headers("lean")], "request headers came"),
-            ([headers("lean"), envoy.response_headers()], "response headers came"),
-            ([headers("standard"), envoy.response_body(b"x")], "response body came"),
-            ([headers("standard"), ProcessingRequest()], "an empty message came"),
+            ([body(ASK)], "received request body instead"),
+            ([ProcessingRequest()], "received an empty message instead"),
+            ([headers("lean"), headers("lean")], "received request headers instead"),
+            ([headers("lean"), envoy.response_headers()], "received response headers instead"),
+            ([headers("standard"), envoy.response_body(b"x")], "received response body instead"),
+            ([headers("standard"), ProcessingRequest()], "received an empty message instead"),
         )
     ),
 ]  # fmt: skip

@@ -37,16 +37,16 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-_UNREAD_S = 0.5  # wait this long for the end before releasing the request's resources
+_UNREAD_S = 0.5  # after a whole answer, wait this long for the report of the end, then release the resources
 
 
 class Admission:
     """Admits, places and accounts for requests. All calls come from one event loop.
 
-    `Membership` (fleet/) uses two attributes of `Admission`, namely `queue` (the requests that wait in Redis)
-    and `failover`. Each placement calls the argument `record_cost` with priority, flow and cost; each end
-    calls `record_usage` with the completion, flow ('': unknown) and model. Streams are numbered by the
-    iterator `attempts`, by default 1, 2, …
+    `Membership` (fleet/) uses two attributes of `Admission`: `queue` (the requests that wait in Redis) and
+    `failover`. Each placement calls `record_cost` with priority, flow and cost; each end of a request calls
+    `record_usage` with the completion, flow ('' if unknown) and model. The iterator `attempts` numbers the
+    streams of requests, by default 1, 2, …
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class Admission:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether other replicas use Redis and this one cannot: Envoy should use them."""
+        """Whether other replicas use Redis and this replica cannot, so that Envoy should use the others."""
         return self.failover.is_cut_off
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """Wait until the request has its turn and is placed on endpoints. The request is queued as if it had
-        arrived `age_s` ago.
+        arrived `age_s` seconds ago.
 
         `stream_owned`: this replica has the request's stream until the request ends (mode `standard`), and so
-        renews the lease until `settle` or `withdraw` is called. If not, access-log entries renew the lease.
-        Cancelling the call withdraws the request.
+        renews its lease until `settle` or `withdraw` is called. In other modes access-log entries renew the
+        lease. Cancelling the call withdraws the request.
 
         Raises:
             RequestError: the request is refused, expires, is preempted or is evicted, or Redis is
@@ -142,7 +142,7 @@ class Admission:
         if early_ms := self._chooser.early_ms(request):
             request = request._replace(early_ms=early_ms)
         spans = self._traces.begin(request) if self._traces is not None else None
-        # A request with an age has lost an earlier placement: count its wait from its arrival.
+        # A request with an age has lost an earlier placement, so count its wait from its arrival.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)
         try:
             placement = await self._place(request, wait, stream_owned)
@@ -167,10 +167,10 @@ class Admission:
         return placement._replace(accounting_token=token)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        """Return whether the request still has its placement, made `age_s` ago; if so, restart its lease.
+        """Return whether a request still has a placement made `age_s` seconds ago; if so, restart its lease.
 
-        Call this before Envoy gets a placement made some time ago: if no stream of this replica owns the
-        request, nothing has renewed the lease yet.
+        Call this before Envoy gets a placement that is not new: if no stream of this replica owns the
+        request, nothing has renewed its lease yet.
 
         Raises:
             StateUnavailable: Redis does not answer.
@@ -184,8 +184,8 @@ class Admission:
             return own
         try:
             if outage is None or not own:
-                # Send no accounting token: another request may have this request's stock, so Redis must not
-                # restore this request (G1).
+                # Send no accounting token, so that Redis cannot restore this request: another request may
+                # have got its stock (G1).
                 answer = await self._store.renew(request_id, placement.attempt, "", "")
                 return answer == "renewed"
             token = self._own_token(placement.accounting_token)
@@ -196,7 +196,7 @@ class Admission:
         return own
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        """Undo a placement that never reached Envoy. Returns at once."""
+        """Undo a placement that never reached Envoy. Returns without waiting for Redis."""
         entry, outage = self.ledger.get(request_id), self.failover.outage
         if entry is not None:
             if outage is not None and entry.is_local:
@@ -205,12 +205,12 @@ class Admission:
         self.queue.cancel(request_id, placement.attempt, "withdrawn")
 
     def settle(self, completion: Completion) -> None:
-        """Account for a request's end. Returns at once; the next message to Redis carries the request's end,
-        ahead of later admissions. Idempotent."""
+        """Account for a request's end. Returns at once: the next message to Redis carries the end, ahead of
+        later admissions. Idempotent."""
         entry, outage = self.ledger.get(completion.id), self.failover.outage
         if self._traces is not None:
             completion = self._trace_end(self._traces, completion, entry)
-        # Use the token that came with the end, or else the token that the ledger keeps for an owned stream.
+        # Use the accounting token that came with the end, or else the ledger's token of an owned stream.
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
         ran, is_new = bool(token), True
@@ -220,7 +220,7 @@ class Admission:
         elif ran or (entry is not None and entry.running and entry.journaled):
             ran, is_new = True, outage.end(entry, completion, token)
         elif is_local:
-            return  # the request never ran (Envoy also logs refused requests)
+            return  # the request never ran: Envoy also logs refused requests
         is_known = is_local or (was_unread and entry is not None and entry.confirmed)
         entry = self.ledger.finish(completion, token, is_reported=not is_known) if ran else None
         if is_known:
@@ -233,8 +233,8 @@ class Admission:
             self.failover.tombstones.add(entry)
 
     def answered(self, completion: Completion) -> None:
-        """The endpoint has sent its whole answer. Envoy reports the end after the client has read it; if the
-        client is slow, release the request's resources. Returns at once; idempotent."""
+        """Record that the endpoint has sent its whole answer. Envoy reports the request's end only once the
+        client has read the answer; if the client is slow, release the request's resources. Idempotent."""
         self.ledger.answer(completion)
         asyncio.get_running_loop().call_later(_UNREAD_S, self._end_unread, completion)
 
@@ -242,19 +242,19 @@ class Admission:
         entry = self.ledger.get(completion.id)
         if entry is None or entry.phase is Phase.ENDED:
             return
-        # In an outage, the replica that gets the end releases a request that Redis has placed.
+        # In an outage, a request that Redis has placed is released by the replica that gets its end.
         if self.failover.outage is None or entry.is_local:
-            token = self._own_token(completion.accounting_token)  # the later report of the end gets the span
+            token = self._own_token(completion.accounting_token)  # the later report of the end makes the span
             self.settle(completion._replace(accounting_token=token))
 
     def suspect(self, request_id: str) -> None:
-        """An access-log entry without an accounting token says that the request has ended; the next metrics
-        pages of the request's endpoint decide whether that is true. Returns at once."""
+        """Record that an access-log entry without an accounting token says that a request has ended. The next
+        metrics pages of the request's endpoint decide whether that is true. Returns at once."""
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.suspect(request_id)
 
     def fault(self, fault: Fault) -> None:
-        """A request failed on an endpoint, or the endpoint is full. Returns at once; idempotent."""
+        """Record that a request failed on an endpoint, or that the endpoint is full. Idempotent."""
         outage = self.failover.outage
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.fault(fault._replace(accounting_token=self._own_token(fault.accounting_token)))
@@ -267,8 +267,8 @@ class Admission:
             alive = alive._replace(accounting_token=self._own_token(alive.accounting_token))
         entry = self.ledger.get(alive.id)
         if entry is not None and entry.phase is Phase.ENDED:
-            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore no request
-        # An entry that arrived while this process was paused is old: its request may have ended long ago.
+            alive = alive._replace(accounting_token="")  # a late or repeated entry must not restore a request
+        # An access-log entry that arrived during a pause of this process is old: its request may have ended.
         if self._pause_detector.resumed_recently:
             self.failover.ignored_s = self._clock()
             return
@@ -283,14 +283,14 @@ class Admission:
             self._reports.renew(alive._replace(accounting_token=token))
 
     def prefilled(self, request_id: str) -> None:
-        """The answer of a split request has begun: its prefill endpoint is free for another request. Returns
-        at once; idempotent. If Redis is unavailable, the lease of the reservation ends it."""
+        """Record that the answer of a split request has begun, so that its prefill endpoint is free again.
+        Returns at once; idempotent. Without Redis, the endpoint's reservation ends with its lease."""
         if self.failover.state is not FailoverState.LOCAL:
             ignore_loss(self._store.prefilled(request_id))
 
     def fill(self) -> float:
-        """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
-        replica's local queue during an outage."""
+        """The occupied part, 0 to 1, of the fleet's queue as of the last heartbeat, or, during an outage, of
+        this replica's local queue."""
         if self.failover.outage is not None:
             return self.failover.outage.gate.fill
         if self.failover.stock is None or not self.failover.stock.pulse.queued:
@@ -299,14 +299,14 @@ class Admission:
         return min(self.failover.stock.pulse.queued / capacity, 1.0)
 
     def shut_down(self) -> None:
-        """Refuse every waiting request and every later one with ShuttingDown."""
+        """Refuse every waiting request and every later request with ShuttingDown."""
         self._is_shut_down = True
         self.queue.shut_down()
         if self.failover.outage is not None:
             self.failover.outage.gate.end_waits(ShuttingDown)
 
     async def _place(self, request: InferenceRequest, wait: Wait, stream_owned: bool) -> Placement:
-        """Admit through Redis or within the local budget; retry if Redis is lost or returns meanwhile."""
+        """Admit a request by Redis or by the local budget; retry if Redis is lost or returns meanwhile."""
         failover = self.failover
         while not self._is_shut_down:
             if failover.outage is not None:
@@ -332,7 +332,7 @@ class Admission:
     async def _place_in_outage(
         self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
-        """Admit a request locally. Returns None if the failover state changed: the caller retries."""
+        """Admit a request locally. Returns None if the failover state changed, so that the caller retries."""
         failover = self.failover
         if outage.has_another(request):
             raise RequestIdTaken()
@@ -363,12 +363,12 @@ class Admission:
                 raise
             failover.redis_lost("failed", str(error))
             return None
-        if failover.outage is not None:  # if `outage` is None, the outage ended during the admission
+        if failover.outage is not None:  # otherwise the outage ended during the admission
             failover.outage.record_placement(request.id, placement, cost)
         return placement
 
     async def _wait_prepaid(self, request: InferenceRequest, cost: float, wait: Wait) -> Waiter:
-        """Admit through Redis a request that holds `cost` of the local budget."""
+        """Admit through Redis a request that already holds `cost` of the local budget."""
         self.failover.prepaid += cost
         try:
             waiter = await self.queue.admit(request, wait)
@@ -385,7 +385,7 @@ class Admission:
     def _placement(
         self, request: InferenceRequest, waiter: Waiter, stream_owned: bool, alone_ms: int | None = None
     ) -> Placement:
-        """Record a placement; if made without Redis, `alone_ms` is its time by Redis's clock."""
+        """Record a placement. If it was made without Redis, `alone_ms` is its time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
         placed, loads = waiter.placed, waiter.loads
         endpoint, prefiller = placed.endpoints[0], placed.prefillers[0] if placed.prefillers else ""
@@ -417,7 +417,7 @@ class Admission:
         return accounting_token.split_trace(token)[0] if self._traces is not None else token
 
     def _trace_end(self, traces: "Traces", completion: Completion, entry: Entry | None) -> Completion:
-        """Begin the span of a request's end. Returns the completion with the accounting token as signed."""
+        """Begin the span of a request's end. Returns the completion with its token as the fleet signed it."""
         own, parent = accounting_token.split_trace(completion.accounting_token)
         if not parent and entry is not None and entry.owned:
             parent = entry.traceparent

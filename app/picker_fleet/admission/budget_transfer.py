@@ -1,16 +1,16 @@
-"""Budget transfers between replicas while Redis is unavailable: a small gRPC service beside Envoy's.
+"""Budget transfers between replicas while Redis is unavailable: a small gRPC service on Envoy's port.
 
-Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`. A request is accepted
-once, and only if the fleet's key has signed it for the called replica. A repeated `Ask` whose first response
-was late gets the same response. Amounts are in the stock's unit.
+Requests and responses are JSON objects. Each request has `pool`, `nonce` and `signature`. A replica accepts
+a request once, and only if the fleet's key has signed it for that replica. A repeated `Ask` whose first
+response was late gets the same response. Amounts are in the stock's unit.
 
     Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
-    Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
+    Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} outside one
     UsesRedis           {"uses", "local_s"} of `RedisUse`; {} if the request is not signed
 
-A request also names its pool in metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
-The function `handlers` serves the requests; failover sends requests by `GrpcPeers`.
+A request also names its pool in gRPC metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
+The function `handlers` serves the requests; failover.py sends requests by the class `GrpcPeers`.
 """
 
 import asyncio
@@ -33,24 +33,24 @@ from picker_fleet.state.accounting_token import Keyring
 SERVICE: Final = "picker.fleet.Shares"
 _ASK, _COUNT, _ENDED, _USES = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended", "UsesRedis"))
 _LONGEST_BYTES = 1024
-_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; other fields are short
+_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # bytes for the ids in one request; other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
-_ASKED_TIMES = 30  # maximum attempts for one budget transfer while no response arrives
+_ASKED_TIMES = 30  # maximum calls for one budget transfer while no response arrives
 
 Fields = Mapping[str, Any]
 
 
 def _signed_text(pool: str, to: str, method: str, fields: Fields) -> str:
-    """The text that a request's signature covers: pool, addressee, method and all other fields."""
+    """The text that a request's signature covers: pool, called replica, method and all other fields."""
     covered = {name: value for name, value in fields.items() if name != "signature"}
     digest = hashlib.blake2b(orjson.dumps(covered, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
     return f"{pool}\n{to}\n{method}\n{digest}"
 
 
 def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
-    """Split `names` into lists, each at most `most_bytes` of JSON; yield at least one list."""
+    """Split `names` into lists of at most `most_bytes` of JSON each; yields at least one list."""
     part: list[str] = []
     room = most_bytes
     for name in names:
@@ -73,10 +73,10 @@ def handlers(
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
     redis_use: Callable[[], RedisUse] = lambda: RedisUse(False, 0.0),
 ) -> Mapping[str, Handler]:
-    """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away up to
-    `most` of the replica's budget.
+    """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away
+    between `least` and `most` of the replica's budget.
 
-    `own_address` is the host:port by which peers know this replica.
+    `own_address` returns the host:port by which peers know this replica.
     """
     seen_nonces: OrderedDict[str, None] = OrderedDict()
     transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce
@@ -107,7 +107,7 @@ def handlers(
         if nonce not in transfers:
             least, most = float(fields["least"]), float(fields["most"])
             transfers[nonce] = asyncio.ensure_future(transfer(least, most))
-        # If the caller times out, the transfer goes on, and the caller repeats its call to get the result.
+        # If the caller times out, the transfer continues, and the caller repeats its call to get the result.
         return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
 
     async def answer_count(stream: Stream) -> bytes:
@@ -127,8 +127,8 @@ def handlers(
 
 
 class GrpcPeers:
-    """Implements `peers.PeerClient` over gRPC, over TLS if `certificates` are given. Each call opens its own
-    connection, and waits for `margin_s` longer than the peer's own deadline.
+    """Implements `peers.PeerClient` by gRPC, with TLS if `certificates` are given. Each call opens its own
+    connection, and waits for an answer for `margin_s` longer than the peer may take.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GrpcPeers:
             try:
                 answer = await self._answer(_ASK, address, request)
             except TimeoutError:
-                continue  # the peer may have given budget: repeat the call to get the response
+                continue  # the peer may have given budget, so repeat the call to get the response
             given = answer.get("given") if answer is not None else None
             if not isinstance(given, int | float):
                 return None
@@ -175,7 +175,7 @@ class GrpcPeers:
         return ended
 
     async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
-        """The response to a request that changes nothing; None if no response comes."""
+        """The response to a request that changes nothing; None if no response arrives."""
         try:
             return await self._answer(method, address, self._request(method, address, fields))
         except TimeoutError:

@@ -1,6 +1,6 @@
-"""Fails over to local admission while Redis is unavailable, and back to Redis (G8; docs/redis.md).
+"""Fails over to local admission when Redis becomes unavailable, and later back to Redis (G8; docs/redis.md).
 
-admission.py asks for each request whether Redis or this replica decides; the store reports Redis's events.
+admission.py asks for each request whether Redis or this replica decides; the store reports events of Redis.
 """
 
 import asyncio
@@ -46,19 +46,19 @@ from picker_fleet.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
 _TICK_S = 0.2
-_RECOVER_S = 1.0  # pause before each attempt to recover lost budget
-_LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this time
-_CUT_OFF = 0.2  # part of `leases.inflight`; a replica without Redis for longer may be cut off
-_PAUSED_S = 2.0  # the other replicas need longer to return to Redis without this replica
+_RECOVER_S = 1.0  # pause, in seconds, before each attempt to recover lost budget
+_LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this many seconds
+_CUT_OFF = 0.2  # a replica without Redis for longer than this part of `leases.inflight` may be cut off
+_PAUSED_S = 2.0  # if this replica pauses, its peers need longer than this to return to Redis without it
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverTimes:
     """Time limits in seconds. `newcomer_s`: a replica that joined fewer seconds ago starts an outage without
-    budget, because peers may not know this replica. `peers_wait_s`: a resync waits this long for peers to
-    publish the completions that they received. A replica in the state RESYNCING waits `max_resync_s` for all
-    peers to resync, and `straggler_s` for a late peer that is still live. `report_s` is the access log's
-    interval between entries of a running request.
+    budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
+    the completions that they received. A replica in the state RESYNCING waits `max_resync_s` for all peers to
+    resync, and `straggler_s` for a late peer that is still live. `report_s` is the interval between two
+    access-log entries of a running request.
     """
 
     report_s: float
@@ -92,8 +92,8 @@ class FailoverState(enum.Enum):
 
 class FailoverEvent(enum.Enum):
     """REDIS_LOST: Redis refuses connections, probes prove its silence (state/connection.py), or a decision
-    failed. REDIS_ANSWERS: Redis answered enough heartbeats in a row. ALL_RESYNCED: every replica that was
-    live has resynced, or `FailoverTimes` ended the wait.
+    failed. REDIS_ANSWERS: Redis has answered enough heartbeats in a row. ALL_RESYNCED: every replica that was
+    live has resynced, or a limit of `FailoverTimes` has ended the wait.
     """
 
     REDIS_LOST = enum.auto()
@@ -112,14 +112,14 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 
 @dataclass(slots=True)
 class Stock:
-    """The figures in the last heartbeat's reply while Redis was in use."""
+    """The figures in the reply to the last heartbeat, as of when Redis was in use."""
 
     pulse: HeartbeatReply
     seen_s: float
 
 
 class _Moment(NamedTuple):
-    """`paused_s`: for how many seconds this process has been paused in all."""
+    """A time; `paused_s` is for how many seconds in all this process has been paused until then."""
 
     at_s: float
     paused_s: float
@@ -130,7 +130,7 @@ class Failover:
     loop.
 
     The callback `heartbeat_now` sends a heartbeat, which also probes Redis; with `full=False` the replica
-    need not read the whole shared state. The attribute `outage` is the outage; None while Redis decides.
+    need not read the whole shared state. The attribute `outage` is None while Redis decides.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Failover:
         self._heartbeat_now, self._peer_client = heartbeat_now, peer_client
         self._times, self._clock = times, clock
         self._peers = Peers(replica)
-        self.told = ToldQuotas()  # balances in Redis's replies
+        self.told = ToldQuotas()  # tenants' balances in Redis's last replies
         self.tombstones = Tombstones(
             store,
             replica,
@@ -170,18 +170,19 @@ class Failover:
             clock=clock,
         )
         self.state = _SHARED
-        self.outage: Outage | None = None  # not None exactly while the state is not SHARED
-        self.is_cut_off = False  # whether other replicas use Redis and this one cannot
+        self.outage: Outage | None = None  # None only in the state SHARED
+        self.is_cut_off = False  # whether other replicas use Redis and this replica cannot
         self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         self.is_busy = False  # whether this replica has placed or ended requests since the last tick
         self.ignored_s = -math.inf  # when this replica last ignored a report that a request runs
-        # Until then no other replica can have used this replica's part of the bound.
+        # The latest moment until which no other replica can have used this replica's part of the bound.
         self._sound = self._moment()
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
         self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
-        self._answered_heartbeats = self._failed_heartbeats = 0  # heartbeats answered, or failed, in a row
+        # The numbers of successive heartbeats that Redis has answered, and that have failed.
+        self._answered_heartbeats = self._failed_heartbeats = 0
         metrics.failover(self.state.value)
 
     @property
@@ -191,18 +192,18 @@ class Failover:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether this process was paused for so long that the other replicas may have used this replica's
-        part of the bound: before Redis was lost, or because they returned to Redis without this replica."""
+        """Whether this process was paused for so long that other replicas may have used this replica's part
+        of the bound: before Redis was lost, or because they returned to Redis without this replica."""
         return self._moment().paused_s - self._sound.paused_s > _PAUSED_S
 
     def _moment(self) -> _Moment:
         return _Moment(self._clock(), self._queue.pause_detector.paused_s)
 
     def status(self) -> OutageStatus | None:
-        """The current outage for the admin API; None while Redis decides."""
+        """The current outage as the admin API shows it; None while Redis decides."""
         return self.outage.status(self.state.value, self._times.report_s) if self.outage is not None else None
 
-    # Calls from peers
+    # Peers call the following methods.
 
     async def transfer_budget(self, minimum: float, maximum: float) -> float:
         """Give a peer between `minimum` and `maximum` of this replica's budget; 0 if less is available."""
@@ -211,13 +212,13 @@ class Failover:
         return await self.outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
-        """This replica's figures for `Peers.lost_budget`; None if it does not know which requests ran when
+        """This replica's figures for `peers.lost_budget`; None if it does not know which requests ran when
         the outage began."""
         outage = self.outage
         if outage is None or outage.resync_attempted or self.state is not _LOCAL or self.is_in_doubt:
             return None
-        # Wait until each running request has sent a new sign of life: the last one may have gone to a replica
-        # that has left, or this replica may have ignored it.
+        # Wait until each running request has a new access-log entry: its last entry may have gone to a
+        # replica that has left, or this replica may have ignored that entry.
         since_s = max(self._peers.left_s, self._joined_s, self.ignored_s)
         if self._clock() - since_s < unseen_s(self._times.report_s):
             return None
@@ -230,12 +231,12 @@ class Failover:
         return RedisUse(uses, now_s - outage.began_s if outage and self.state is _LOCAL else 0.0)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
-        """The subset of `ids` whose ends this replica received before the outage; None without one."""
+        """The subset of `ids` whose ends this replica received before the outage; None without an outage."""
         if self.outage is None:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
-    # Handlers of events from Redis, and of replies to heartbeats
+    # The store and the heartbeat call the following methods.
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Notification):
@@ -261,7 +262,7 @@ class Failover:
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
     def heartbeat_missed(self, fault: StateFault) -> None:
-        """A heartbeat failed. Start an outage after two error replies in a row from Redis."""
+        """Handle a failed heartbeat: after two error replies of Redis in a row, start an outage."""
         self._answered_heartbeats = 0
         self._failed_heartbeats += 1
         is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
@@ -280,16 +281,16 @@ class Failover:
         return True
 
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
-        """Store the live replicas' info: replica id -> the JSON object of its heartbeat."""
+        """Store the info of live replicas: replica id -> the JSON object that its heartbeat published."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
         self._peers.update(replicas, shared=self.outage is None, now_s=self._clock())
         self.tombstones.update_peers(replicas)
 
-    # Failing over and back. The method `run` calls the public steps below; tests/model/returns.py calls these
+    # Fail over and back. The method `run` calls the public steps below; tests/model/returns.py calls the same
     # steps in any order and restores saved states.
 
     def save(self) -> tuple[Any, ...]:
-        """A copy of the state, without budget and queue, on which the next transitions depend."""
+        """A copy of the state on which the next transitions depend, without budget and queue."""
         return (
             self.state,
             self.outage is not None and self.outage.resynced,
@@ -330,7 +331,7 @@ class Failover:
             if self.state is _RESYNCING and self._all_resynced(self.outage):
                 self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
         elif self.is_busy:
-            # Read the stock from Redis again soon after this replica has changed it.
+            # Read the stock from Redis again, since this replica has changed it.
             self.is_busy = False
             self._heartbeat_now(full=False)
 
@@ -359,8 +360,8 @@ class Failover:
         pulse, config = stock.pulse, self._fleet.config
         live = self._peers.count(pulse)
         newcomer = now_s - self._joined_s < self._times.newcomer_s
-        # Requests in the shared queue may hold local budget from an earlier outage: they release it when they
-        # return to the local queue.
+        # Requests in the shared queue may hold local budget of an earlier outage (`prepaid`); they release it
+        # when they return to the local queue.
         free = (0.0 if newcomer else self._own_part(stock)) - self.prepaid
         rules = rules_of(config, live, self._fleet.tenants)
         quotas = self._quotas_of_share(live)
@@ -389,7 +390,7 @@ class Failover:
             entry = self.ledger.get(request_id)
             if entry is None or entry.end is None or entry.confirmed:
                 continue
-            if not entry.end.is_late or reports > 1:  # else the first end may have released the cost
+            if not entry.end.is_late or reports > 1:  # otherwise an earlier end may have released the cost
                 gate.release(gate.charge(accounting_token.cost_of(entry.token)))
             self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free + self.prepaid
@@ -398,7 +399,7 @@ class Failover:
         return outage
 
     def _quotas_of_share(self, live: int) -> Quotas | None:
-        """This replica's share of the tenants' limits, with the last balances that Redis reported."""
+        """This replica's share of the tenants' limits, with the balances that Redis reported last."""
         tree, settings = self._fleet.tenants, self._fleet.config.settings
         if tree is None or settings.tenants is None or settings.fair_request_queue.fairness == "none":
             return None
@@ -413,23 +414,23 @@ class Failover:
         return max(part - self.placed, 0.0)
 
     def abort_resync(self) -> None:
-        """Redis is lost again: give up any budget that Redis may have granted to other replicas meanwhile."""
+        """End a resync because Redis is lost again: give up budget that other replicas may have got."""
         outage, stock = self.outage, self.stock
         assert outage is not None
         assert outage.resync is not None
         assert stock is not None
         resync, outage.resync = outage.resync, None
         if stock.seen_s > resync.began_s:
-            # Other replicas may be SHARED already. The stock in Redis no longer includes the requests whose
-            # ends this replica reported in the resync.
+            # Other replicas may already be in the state SHARED. The stock in Redis no longer includes the
+            # requests whose ends this replica reported in the resync.
             outage.gate.limit_budget(self._own_part(stock) - self.prepaid)
         else:
             outage.gate.limit_budget(outage.gate.free - resync.released)
         self._go_local()
 
     async def _recover_budget(self, outage: Outage) -> None:
-        """Recover budget that calls in transit held when Redis was lost. Only the replica with the least id
-        recovers budget, once in an outage."""
+        """Recover budget that belonged to calls in transit when Redis was lost. Only the replica with the
+        least id recovers budget, once in an outage."""
         while (others := self._peers.others()) is not None and not outage.resync_attempted:
             await asyncio.sleep(_RECOVER_S)
             own = self.outage_count()
@@ -439,7 +440,7 @@ class Failover:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # less than 1 request is of no use
+                lost = float(math.floor(lost + RESIDUE))  # a part of a request is of no use
             if lost > 0:
                 _log.info(
                     "recovered %.3g of the bound from calls that were in transit when Redis was lost", lost
@@ -448,9 +449,9 @@ class Failover:
             return
 
     async def _ask_peers(self, outage: Outage) -> None:
-        """Find out whether other replicas use Redis, or have used it during a pause of this one. Then Envoy
-        must send requests and access-log entries to them: Redis would end the lease of each running request
-        whose entries come here, and so would admit another in its place (G1)."""
+        """Find out whether other replicas use Redis, or used it while this replica was paused. If so, Envoy
+        must send requests and access-log entries to them: otherwise Redis would end the lease of each running
+        request whose entries come here, and would admit another request in its place (G1)."""
         patience_s = _CUT_OFF * self._fleet.config.settings.leases.inflight
         while True:
             now, is_in_doubt, said = self._moment(), self.is_in_doubt, list[RedisUse]()
@@ -458,7 +459,7 @@ class Failover:
             if may_be_cut_off or is_in_doubt:
                 asked = await asyncio.gather(*map(self._peer_client.redis_use, self._peers.addresses()))
                 said = [each for each in asked if each is not None]
-            unknown_s = now.at_s - self._sound.at_s - _PAUSED_S  # for so long the others may have used Redis
+            unknown_s = now.at_s - self._sound.at_s - _PAUSED_S  # peers may have used Redis for this long
             if is_in_doubt and all(each.local_s >= unknown_s for each in said):
                 self._sound, is_in_doubt = now, False
                 outage.gate.release(0.0)
@@ -487,25 +488,25 @@ class Failover:
         return outage, outage.resync
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
-        """Report the requests in flight to Redis, which answers again; `finish_resync` reports ended ones."""
+        """Report requests in flight to Redis, which answers again; `finish_resync` reports ended requests."""
         if outage.resync is not resync:
-            return  # this task was repeated after a failure; since then Redis was lost
+            return  # this task was restarted after a failure, and Redis has been lost since then
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()
-            self._heartbeat_now()  # asks the other replicas to publish the ends they received
+            self._heartbeat_now()  # asks the other replicas to publish the ends that they received
             await self.tombstones.wait_for_peers(self._peers.live)
             running = await outage.restore_running(self._store, self._times.report_s)
         except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
                 self.redis_lost("failed", f"lost again during the resync: {fault}")
             return
-        if outage.resync is resync:  # else a new loss of Redis has ended this resync
+        if outage.resync is resync:  # otherwise Redis was lost again, which has ended this resync
             self.finish_resync(resync)
             _log.info("Redis answers again; reported %d requests in flight to it", running)
 
     def finish_resync(self, resync: Resync) -> None:
-        """Settle the ended requests, now that Redis has every request that this replica saw in flight."""
+        """Settle ended requests, once Redis has every request that this replica saw in flight."""
         self._queue.renew_owned_streams()
         self._tell_ends()
         resync.done = True
@@ -513,27 +514,27 @@ class Failover:
         self._heartbeat_now()
 
     def _tell_ends(self) -> None:
-        """Report to Redis each end that this replica received in the outage."""
+        """Report to Redis each end of a request that this replica received in the outage."""
         for entry in self.ledger.journal():
             if entry.phase is Phase.ENDED and entry.end is not None:
                 self._reports.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether all replicas have reported their requests in flight, or waiting has timed out."""
+        """Whether all replicas have reported their requests in flight to Redis, or the wait has timed out."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False
         waited_s, straggles = now_s - resync.began_s, self._peers.live_ones(self._straggles)
         if waited_s >= self._times.max_resync_s:
-            # A live but late replica may still be using its share of the bound: wait longer for it.
+            # Wait longer for a live but late replica, which may still be using its share of the bound.
             return not straggles or waited_s >= self._times.straggler_s
         if now_s - outage.began_s < self._times.report_s:
-            return False  # a request placed before the outage may not have been reported as running yet
+            return False  # the access log may not yet have reported a request placed before the outage
         return not straggles and self._peers.all_resynced()
 
     def _straggles(self, replica: str, said: PeerState) -> bool:
-        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync. (The
-        replica's stored info may date from before the outage.)"""
+        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync: its
+        stored info may date from before the outage."""
         return said.degraded or not self.tombstones.peers_answered((replica,))
 
     def end_outage(self) -> None:
@@ -551,7 +552,7 @@ class Failover:
         self._heartbeat_now()
 
     async def _charge_granted(self, granted: Iterable[Granted]) -> None:
-        """Charge the tenants in Redis for the requests that this replica granted without Redis."""
+        """Charge the tenants' limits in Redis for the requests that this replica granted without Redis."""
         for path, unit, per, amount in granted:
             try:
                 await self._store.top_up_tenant(path, unit, per, -amount)

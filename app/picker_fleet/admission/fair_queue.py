@@ -1,19 +1,19 @@
 """Start-time fair queueing. A band consists of flow queues; a flow queue consists of requests. Pure.
 
 The module `local_queue.py` uses this queue during an outage. Tests compare a reference model (tests/model)
-with the Lua scripts call by call. The model extends this queue by features of the shared queue only:
-corrections and rebased tags. So these tests also test the local queue.
+with the Lua scripts call by call. That model adds to this queue only features of the shared queue, namely
+corrections and rebased tags, so the same tests also check the local queue.
 
-The order of service: while the starvation guard has credit, the longest overdue request comes first.
-Without credit, choose a band (`strict`: the highest; `weighted`: the least tag), then its flow queue with the
-least start tag (ties by name), then that flow queue's first request by arrival, deadline or score. With
-tenants flows are leaves of a tree: choose at each node of the tree the child with the least start tag, down
+The order of service: while the starvation guard has credit, the request that is overdue for longest comes
+first. Otherwise choose a band (`strict`: the highest; `weighted`: the least tag), then its flow queue with
+the least start tag (ties by name), then that flow queue's first request by arrival, deadline or score. With
+tenants, flows are leaves of a tree: choose at each node of the tree the child with the least start tag, down
 to a flow queue. The module `tenant_tree.py` proves the shares (G2).
 
-Why no request starves (G3). Each grant adds `guard_share` to the guard's credit, and a credit of 1 serves the
-most overdue request. So of n grants at least floor(n * guard_share) go to overdue requests, the longest
-overdue first, in any band and flow. Service by the guard charges the flow queue, but does not move the
-virtual time v.
+Why no request starves (G3). Each grant adds `guard_share` to the starvation guard's credit, and the guard
+spends a credit of 1 to serve the request that is overdue for longest, in any band and flow. So of n grants at
+least floor(n * guard_share) go to overdue requests. A grant by the guard charges the flow queue, but does not
+move the virtual time v.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ from picker_fleet.admission.tenant_tree import INNER, Level, Order, ScoredSet
 from picker_fleet.domain.bands import Bands
 from picker_fleet.domain.tenants import Tree
 
-GUARD_LOOKS_AT = 16  # maximum overdue requests to examine, besides requests of throttled flow queues
-_WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to less than 1
-_RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
+GUARD_LOOKS_AT = 16  # how many of the most overdue requests the guard examines to find one it may serve
+_WHOLE_CREDIT = 1 - 1e-9  # a credit of 1 within rounding: 0.1 added ten times is less than 1
+_RELAXED = 0.9  # the queue drops the preemption history below this part of its capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings (docs/redis-schema.md) that decide which requests may wait, and in which order.
-    `starvation_ms` 0 stands for half of a request's TTL. With the `tree` of tenants each flow is a leaf."""
+    """The settings (docs/redis-schema.md) that decide which requests may wait, and in which order. If
+    `starvation_ms` is 0, half of a request's TTL counts. Each flow is a leaf of the `tree` of tenants."""
 
     total_capacity: int
     flow_capacity: int
@@ -55,8 +55,8 @@ class Policy:
 
 
 class Queueable(Protocol):
-    """A request. The workload is '' for an anonymous request. The queue sets `due_ms`, the time at which the
-    request becomes overdue, and `flow_queue`, the name of its flow queue."""
+    """A request that can be queued; its `workload` is '' if it is anonymous. The queue sets `due_ms`, the
+    time at which the request becomes overdue, and `flow_queue`, the name of its flow queue."""
 
     due_ms: float
     flow_queue: str
@@ -67,17 +67,17 @@ class Queueable(Protocol):
     cost: float
     workload: str
     criticality: int
-    arrived: float  # in µs
+    arrived: float  # time of the request's arrival, in µs
     deadline_ms: float
     body_bytes: int
 
     @property
     def early_ms(self) -> float:
-        """Under the ordering `edf`: how long before its deadline the request is due."""
+        """How long before its deadline the request is due, under the ordering `edf`."""
 
 
 class WorkloadMetrics(Protocol):
-    """A registered workload's arrivals a second and average wait (ms) in one flow, which scores use."""
+    """A registered workload's arrivals a second and average wait (ms) in one flow, for scores."""
 
     def rate_of(self, flow: str, workload: str) -> float: ...
     def wait_ms_of(self, flow: str, workload: str) -> float: ...
@@ -87,7 +87,7 @@ R = TypeVar("R", bound=Queueable)
 
 
 class QueueFull(Exception):
-    """The queue refuses a request. The attribute `reason` is a code of `lua/admit.lua`."""
+    """Raised if the queue refuses a request. `reason` is a refusal code of `lua/admit.lua`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -96,7 +96,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """Inputs of queue decisions: the policy in force, the time (µs), and the workloads' figures."""
+    """The inputs of the queue's decisions: the policy in force, the time (µs), and the workloads' figures."""
 
     policy: Policy
     now_us: Callable[[], float]
@@ -104,14 +104,14 @@ class Context:
 
 
 class FlowQueue(Generic[R]):
-    """The waiting requests of one flow, or of a band under `fairness: none`. The attribute `levels` is the
+    """The waiting requests of one flow, or, under `fairness: none`, of a band. The attribute `levels` is the
     path from the band to this flow queue.
 
-    Under `workload-aware` (spec 001) the highest score is served first: wait_weight * min(wait / wait_cap, 1)
-    + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the
-    oldest request of each workload competes. Below the wait cap all scores grow at the same speed, so the
-    heap `growing` sorts by a constant, arrival - g * wait_cap / wait_weight. The heap `static` sorts
-    requests whose score does not grow, by -score.
+    The ordering `workload-aware` (spec 001) serves the request with the highest score, wait_weight * min(wait
+    / wait_cap, 1) + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap,
+    1). Only the oldest request of each workload competes. Below the wait cap all scores grow at the same
+    speed, so the heap `growing` sorts requests by a constant, arrival - g * wait_cap / wait_weight. The heap
+    `static` sorts requests whose score does not grow, by -score.
     """
 
     def __init__(self, context: Context, levels: Sequence[Level]) -> None:
@@ -120,7 +120,7 @@ class FlowQueue(Generic[R]):
         self.requests: ScoredSet[R] = ScoredSet()
         self.growing: ScoredSet[R] = ScoredSet()
         self.static: ScoredSet[R] = ScoredSet()
-        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> its requests by arrival
+        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> its waiting requests in order of arrival
 
     @property
     def _by_score(self) -> bool:
@@ -155,12 +155,12 @@ class FlowQueue(Generic[R]):
         return self._best() if self._by_score else self.requests.first()
 
     def newest(self) -> R:
-        """The request to preempt first: the last arrival, or under `edf` the latest deadline less
-        predicted time."""
+        """The request to preempt first: the last in arrival or, under `edf`, the one whose deadline less its
+        predicted time is latest."""
         return self.requests.last()
 
     def refresh(self) -> None:
-        """Update the score of each workload's oldest request: a workload's rate falls with time."""
+        """Update the score of each workload's oldest request, since a workload's rate falls with time."""
         for line in self._lines.values():
             self._index_first(line)
 
@@ -193,7 +193,7 @@ class FlowQueue(Generic[R]):
         policy, now_us = self._context.policy, self._context.now_us()
         cap_us = policy.wait_cap_ms * 1000
         while (growing := self.growing.first()) is not None and now_us - growing.arrived >= cap_us:
-            self._index(growing)  # the request's wait has reached the cap: move the request to `static`
+            self._index(growing)  # moves the request to `static`, since its wait has reached the cap
         static = self.static.first()
         if growing is None or static is None:
             return growing or static
@@ -202,19 +202,19 @@ class FlowQueue(Generic[R]):
 
 
 class BandQueue(Order, Generic[R]):
-    """One band: the root of the band's tree, all flow queues with requests, and the inner nodes by path."""
+    """One band: the root of a tree, all flow queues with requests, and the tree's inner nodes by path."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tag = 0.0  # the band's tag under the band policy `weighted`
         self.queued = 0  # number of queued requests in the band
         self.bytes = 0  # total size of the queued requests' bodies
-        self.queues: dict[str, FlowQueue[R]] = {}  # name -> flow queue with requests
-        self.inner: dict[str, Order] = {}  # path -> the children of that node
-        self.preempted: dict[str, int] = {}  # flow queue -> number of its last preemption
+        self.queues: dict[str, FlowQueue[R]] = {}  # flow queues with requests, by name
+        self.inner: dict[str, Order] = {}  # path of an inner node -> the order of its children
+        self.preempted: dict[str, int] = {}  # flow queue -> the number of its last preemption
 
     def levels(self, child: str, tree: Tree | None) -> list[Level]:
-        """The path from the root to `child`, a flow queue or an inner node."""
+        """The path from the band's root to `child`, which is a flow queue or an inner node."""
         if tree is None:
             return [Level(self, child, child)]
         order: Order = self
@@ -238,12 +238,12 @@ class BandQueue(Order, Generic[R]):
 
 
 class FairQueue(Generic[R]):
-    """The waiting requests of all bands, and their order. `next_number()` numbers preemptions."""
+    """The waiting requests of all bands, in order. The function `next_number` numbers preemptions."""
 
     def __init__(self, context: Context, next_number: Callable[[], int]) -> None:
         self._context, self._next_number = context, next_number
-        self.bands: dict[int, BandQueue[R]] = {}  # bands by priority, the highest first
-        self.bv = 0.0  # virtual time of the order of bands
+        self.bands: dict[int, BandQueue[R]] = {}  # bands by priority, the highest priority first
+        self.bv = 0.0  # the virtual time by which weighted bands take turns
         self.credit = 1.0  # the starvation guard's credit
         self.overdue: ScoredSet[R] = ScoredSet()
         self._queued = 0
@@ -262,14 +262,14 @@ class FairQueue(Generic[R]):
                 yield from queue.requests
 
     def band(self, priority: int) -> BandQueue[R]:
-        """The band of `priority`; the first call for a priority creates its band."""
+        """The band of `priority`; the first call with a priority creates its band."""
         if priority not in self.bands:
             self.bands[priority] = BandQueue()
             self.bands = dict(sorted(self.bands.items(), reverse=True))
         return self.bands[priority]
 
     def name_of(self, r: R) -> str:
-        """The flow queue of request r under the policy in force."""
+        """The name of request r's flow queue under the policy in force."""
         return "" if self.policy.fairness == "none" else r.flow
 
     def length(self, r: R) -> int:
@@ -277,7 +277,7 @@ class FairQueue(Generic[R]):
         return len(queue.requests) if queue is not None else 0
 
     def share(self, r: R) -> float:
-        """The share of request r, by which serving r raises the tag of its flow queue."""
+        """The share of request r: serving r raises the tag of its flow queue by this share."""
         policy = self.policy
         if policy.fairness == "round-robin":
             return 1.0
@@ -297,8 +297,8 @@ class FairQueue(Generic[R]):
         return [r.cost / (1.0 if node is None else node.weight) for node in nodes] + [own]
 
     def make_room(self, r: R) -> R | None:
-        """The request to preempt so that request r can wait; None if there is room. The preempted request is
-        the newest of the least recently preempted flow queue, in the lowest preemptible band below r's band
+        """The request to preempt so that request r can wait; None if there is room for r. It is the newest
+        request of the least recently preempted flow queue, in the lowest preemptible band below r's band
         (spec 003).
 
         Raises:
@@ -340,7 +340,7 @@ class FairQueue(Generic[R]):
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
-        """Queue request r in order. Request r becomes overdue after `starvation_ms` (0: half of its TTL)."""
+        """Queue request r. It becomes overdue after `starvation_ms`, or, if that is 0, half of its TTL."""
         band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
@@ -355,7 +355,7 @@ class FairQueue(Generic[R]):
         self._queued += 1
 
     def _start(self, band: BandQueue[R], r: R, levels: Sequence[Level]) -> None:
-        """Let a newly backlogged flow queue take turns, and also each ancestor whose children took none."""
+        """Let a newly backlogged flow queue take turns, and each ancestor whose children took no turns."""
         for (order, child, _), share in zip(levels[::-1], self.shares(r, levels)[::-1], strict=True):
             had_turns = len(order.turns) > 0
             self._take_turns(band, order, child, order.start_tag(child, share))
@@ -368,7 +368,7 @@ class FairQueue(Generic[R]):
         order.turns.put(child, tag, child)
 
     def throttle(self, r: R, child: str) -> None:
-        """Let `child`, the flow queue of waiting request r or a node above, take no turns; its tag stays."""
+        """Let `child`, the flow queue of request r or a node above it, take no turns; keep its start tag."""
         levels = self.bands[r.priority].queues[r.flow_queue].levels
         depth = [level.child for level in levels].index(child)
         order = levels[depth].order
@@ -378,8 +378,8 @@ class FairQueue(Generic[R]):
             self._leave(levels[:depth])
 
     def unthrottle(self, priority: int, child: str) -> bool:
-        """Let a throttled flow queue or inner node take turns again, without the missed turns. Returns False
-        if the child was not throttled."""
+        """Let `child`, a throttled flow queue or inner node, take turns again; it does not catch up on missed
+        turns. Returns False if the child was not throttled."""
         band = self.bands[priority]
         *above, (order, _, _) = band.levels(child, self.policy.tree)
         if child not in order.throttled:
@@ -395,28 +395,28 @@ class FairQueue(Generic[R]):
         return True
 
     def _leave(self, levels: Sequence[Level]) -> None:
-        """Take a child, and each ancestor without another child that takes turns, out of their orders."""
+        """Remove a child from its order, and each ancestor that has no other child that takes turns."""
         for order, child, _ in reversed(levels):
             order.leave(child)
             if order.turns:
                 break
 
     def charge(self, order: Order, child: str, share: float) -> None:
-        """Raise the tag of a backlogged child by `share`."""
+        """Raise the start tag of a backlogged child by `share`."""
         order.set_tag(child, order.tag_of(child) + share)
 
     def charge_band(self, r: R, cost: float) -> None:
-        """Charge the band of request r, if bands are weighted; a negative cost is a refund."""
+        """Charge `cost` to the band of request r if bands are weighted; a negative cost is a refund."""
         if self.policy.band_policy == "weighted":
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """Allow the starvation guard to serve the request. Requests that become overdue in the same ms
-        keep their arrival order."""
+        """Allow the starvation guard to serve a request. Requests that become overdue in the same ms keep
+        their order of arrival."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:
-        """The next request, and whether the starvation guard selects it; None if none can be served."""
+        """The next request, and whether the starvation guard selects it; None if no request can be served."""
         if self.policy.guard_share > 0 and self.credit >= _WHOLE_CREDIT:
             r = self._most_overdue()
             if r is not None:
@@ -435,7 +435,7 @@ class FairQueue(Generic[R]):
         return next(filter(self._takes_turns, self.overdue.lowest(GUARD_LOOKS_AT)), None)
 
     def _takes_turns(self, r: R) -> bool:
-        """Whether neither the flow queue of request r nor a node above is throttled."""
+        """Whether request r can be served: its flow queue and all nodes above take turns."""
         levels = self.bands[r.priority].queues[r.flow_queue].levels
         return all(child in order.turns for order, child, _ in levels)
 
@@ -444,8 +444,8 @@ class FairQueue(Generic[R]):
         return sorted(bands, key=lambda band: band.tag) if self.policy.band_policy == "weighted" else bands
 
     def serve(self, r: R, by_guard: bool) -> float:
-        """Remove request r, which `next_turn` returned; charge its flow queue and the nodes above. Returns
-        the flow queue's start tag."""
+        """Remove request r, which `next_turn` returned; charge its flow queue and the nodes above it. Returns
+        the start tag that the flow queue had."""
         band, guard_share = self.bands[r.priority], self.policy.guard_share
         levels = band.queues[r.flow_queue].levels
         start = 0.0
@@ -475,7 +475,7 @@ class FairQueue(Generic[R]):
             del band.queues[r.flow_queue]
 
     def forget_finish_tags(self, at_rest: bool) -> None:
-        """Drop finish tags at or below v: useless. `at_rest`: no request runs, so drop all tags."""
+        """Drop finish tags at or below v, which have no effect; if `at_rest` (no request runs), drop all."""
         for band in self.bands.values():
             for order in band.orders():
                 order.forget_finish_tags(at_rest)

@@ -1,9 +1,9 @@
 """The ledger: one replica's entries of requests in flight and of requests that ended recently.
 
-`Admission` writes it. Queries on the ledger yield the journal of an outage, the tombstones and the leases to
-renew. The ledger holds plain data, which `save` copies. Waiting requests are in the queues, which hold the
-futures that end their waits; the ledger may have an earlier placement or end of the same id. `ServiceMeter`
-adds up the costs of the requests that this replica has placed.
+`Admission` writes the ledger. Queries on the ledger yield the journal of an outage, the tombstones and the
+leases to renew. The ledger holds plain data, which `save` copies. A waiting request is not in the ledger but
+in a queue, although the ledger may have an earlier placement or end of the same id. `ServiceMeter` adds up
+the costs of the requests that this replica has placed.
 """
 
 import enum
@@ -17,13 +17,13 @@ import msgspec
 from picker_fleet.domain.request import Alive, Completion
 from picker_fleet.state import accounting_token
 
-MAX_ENTRIES = 50_000  # beyond, the oldest entries are forgotten; those requests end with their leases
-_SPARE = 5_000  # a search for old entries starts with this many entries above MAX_ENTRIES
+MAX_ENTRIES = 50_000  # the ledger forgets the oldest further entries; their requests end with their leases
+_SPARE = 5_000  # a search for old entries also starts at this many entries above MAX_ENTRIES
 _FORGET_S = 1.0  # seconds between searches for old entries
-METER_WINDOW_S = 10  # whole seconds summed, before the current one
-_MAX_METERED_FLOWS = 5000  # maximum flows counted separately in each second
-_MAX_LISTED = 200  # maximum flows in a report
-_MAX_LISTED_BYTES = 16_000  # approximate limit for the flow names in a report
+METER_WINDOW_S = 10  # a report sums the costs of this many whole seconds before the current second
+_MAX_METERED_FLOWS = 5000  # maximum flows that are counted separately in one second
+_MAX_LISTED = 200  # maximum flows in a service report
+_MAX_LISTED_BYTES = 16_000  # approximate maximum bytes of the flow names in a service report
 
 
 class Phase(enum.Enum):
@@ -33,13 +33,13 @@ class Phase(enum.Enum):
     |-----------|----------|-----------|---------------------------------------------------------------------|
     | (unknown) | place    | PLACED    | this replica placed the request                                     |
     | (unknown) | see      | SEEN      | an access log reports the request; another replica placed it        |
-    | (unknown) | end      | ENDED     |                                                                     |
+    | (unknown) | end      | ENDED     | this replica did not know of the request before its end             |
     | PLACED    | withdraw | WITHDRAWN | Envoy never got the placement and may send the request elsewhere    |
-    | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
+    | PLACED    | see      | SEEN      | stays PLACED if this replica owns the stream or placed it alone     |
     | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
-    | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
-    | any       | end      | ENDED     | further ends and late signs of life change nothing, but the end     |
-    |           |          |           | after an answer that was unread is counted                          |
+    | any       | place    | PLACED    | a new request with the same id, or Envoy's retry                    |
+    | any       | end      | ENDED     | further ends and late access-log entries change nothing, except     |
+    |           |          |           | that the end after an unread answer is counted                      |
     """
 
     PLACED = enum.auto()
@@ -49,19 +49,19 @@ class Phase(enum.Enum):
 
 
 class Entry(msgspec.Struct, eq=False):
-    """One request. Times are seconds of the ledger's clock.
+    """One request in the ledger. Times are seconds of the ledger's clock.
 
     attempt: None unless this replica placed the request. owned: this replica has the request's stream, and
-    alone renews the lease. token: the accounting token; '' if unknown. traceparent: the parent of later
-    spans, if the request is traced and owned. unacknowledged: the attempt of a request that its grant placed,
-    until Redis has the acknowledgement. endpoint: where this replica placed the request; served: where it
-    runs by an access log. local_cost: the budget of a request placed in the present outage. seen_s: time of
-    the last sign of life or the placement. journaled: whether the request was placed, was seen or ended in
-    the present outage. withdrawn: this replica withdrew the request. end: the end to report to Redis until
-    `confirmed`. unread: the endpoint has sent its answer, but the client may not have read it. published: the
-    epoch of the shared state that has the tombstone. restored: another replica restored the request after
-    its end. answer_bytes: bytes of the answer so far; silences: lease renewals due since the answer grew,
-    in the epoch `renewed` of the shared state.
+    alone renews its lease. token: the accounting token; '' if unknown. traceparent: the parent of later spans
+    if the request is traced and owned. unacknowledged: the attempt of a request that its grant placed, until
+    Redis has the acknowledgement. endpoint: the endpoint on which this replica placed the request; served:
+    the endpoint that the access log names. local_cost: the budget of a request placed in the present outage.
+    seen_s: time of the placement or of the last access-log entry. journaled: whether the request was placed,
+    was seen or ended in the present outage. withdrawn: this replica withdrew the request. end: the end to
+    report to Redis until it is `confirmed`. unread: the endpoint has sent its answer, but the client may not
+    have read it. published: the epoch of the shared state that has the request's tombstone. restored:
+    another replica restored the request after its end. answer_bytes: bytes of the answer so far; silences:
+    lease renewals due since the answer last grew, in the epoch `renewed` of the shared state.
     """
 
     id: str
@@ -93,16 +93,16 @@ class Entry(msgspec.Struct, eq=False):
 
     @property
     def is_local(self) -> bool:
-        """Whether the request runs, and this replica placed it without Redis in the present outage."""
+        """Whether the request is running and this replica placed it without Redis in the present outage."""
         return self.phase is Phase.PLACED and self.local_cost is not None
 
     def renewal(self, token: str, epoch: str) -> str | None:
-        """The accounting token to send with a renewal that is due, `token` or ''; None: do not renew.
+        """The accounting token to send with a lease renewal that is due: `token` or ''. None: do not renew.
 
         If an answer has begun but has stopped growing, its endpoint may have finished while the client does
         not read. Renew such a lease only every other time, so that a metrics page can prove the end; and
-        without token, so that the renewal does not restore the request. In each `epoch` of the shared state
-        the first renewal has the token, since the request may have been lost.
+        without token, so that the renewal does not restore the request. The first renewal in each `epoch` of
+        the shared state has the token, since the shared state may have lost the request.
         """
         if epoch != self.renewed:
             self.renewed, self.silences = epoch, 0
@@ -117,12 +117,12 @@ class Entry(msgspec.Struct, eq=False):
 
 
 def released_by_end(entry: Entry | None, token: str, *, is_late: bool = False) -> float | None:
-    """The cost that a request's end releases in an outage; None if the end or this replica's withdrawal has
-    already released the cost.
+    """The cost that a request's end releases in an outage; None if the end, or a withdrawal by this replica,
+    has already released the cost.
 
-    `entry` is the request's entry before the end, None if unknown; `token` the accounting token, '' if
-    unknown. `is_late`: the end before the client read the answer may have released the cost at another
-    replica, unless that end came here.
+    `entry` is the request's entry before the end, None if unknown; `token` is the accounting token, '' if
+    unknown. `is_late`: another replica may already have released the cost, when it received the endpoint's
+    whole answer before the client had read it.
     """
     if entry is not None and entry.phase is Phase.ENDED and (entry.journaled or entry.unread):
         return None
@@ -133,11 +133,11 @@ def released_by_end(entry: Entry | None, token: str, *, is_late: bool = False) -
 
 
 class Ledger:
-    """The entries by request id, least recently changed first. All calls come from one event loop.
+    """The entries of requests by id, least recently changed first. All calls come from one event loop.
 
-    The ledger forgets an entry `keep_s` after its last change, unless the request's end is not confirmed or,
-    during an outage, the entry is journaled. The oldest entries beyond MAX_ENTRIES are forgotten too, but no
-    entry with an owned stream.
+    The ledger forgets an entry `keep_s` seconds after its last change, but keeps it while Redis has not
+    confirmed the request's end and, during an outage, if it is journaled. It also forgets the oldest entries
+    beyond MAX_ENTRIES. It never forgets a request whose stream this replica owns.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
@@ -145,7 +145,7 @@ class Ledger:
         self.keep_s = keep_s
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._forget_s = 0.0  # time of the next search for old entries
-        self._forget_length = MAX_ENTRIES + _SPARE  # a search also begins at this number of entries
+        self._forget_length = MAX_ENTRIES + _SPARE  # a search for old entries also begins at this length
         self.in_outage = False
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Ledger:
     def get(self, request_id: str) -> Entry | None:
         return self._entries.get(request_id)
 
-    # Events
+    # Record events of requests.
 
     def place(self, request_id: str, attempt: str, token: str, endpoint: str, *, owned: bool) -> Entry:
         """Add the entry of a request that this replica has placed."""
@@ -170,12 +170,12 @@ class Ledger:
         return entry
 
     def place_locally(self, request_id: str, cost: float) -> None:
-        """Record that a request, which was just placed, holds `cost` of the local budget."""
+        """Record that a request that was just placed holds `cost` of the local budget."""
         entry = self._entries[request_id]
         entry.local_cost, entry.journaled = cost, True
 
     def withdraw(self, entry: Entry) -> None:
-        """Record that a placement never reached Envoy."""
+        """Record that a request's placement never reached Envoy."""
         entry.owned = False
         if entry.is_local:
             entry.phase, entry.withdrawn, entry.attempt = Phase.WITHDRAWN, True, None
@@ -183,7 +183,7 @@ class Ledger:
             del self._entries[entry.id]
 
     def see(self, alive: Alive) -> None:
-        """Record an access-log entry of a running request; ignore an entry without accounting token."""
+        """Record that an access-log entry reports a running request; ignore an entry without token."""
         if not alive.accounting_token:
             return
         entry = self._entries.get(alive.id)
@@ -192,7 +192,7 @@ class Ledger:
         elif entry.phase is Phase.ENDED:
             return
         elif not (entry.owned or entry.is_local):
-            entry.phase, entry.attempt = Phase.SEEN, None  # Redis knows who placed the request
+            entry.phase, entry.attempt = Phase.SEEN, None  # Redis knows which replica placed the request
         entry.seen_s = self._clock()
         entry.journaled = entry.journaled or self.in_outage
         if entry.phase is Phase.SEEN:
@@ -208,7 +208,7 @@ class Ledger:
             entry.answer_bytes, entry.silences = answer_bytes, 0
 
     def answer(self, completion: Completion) -> None:
-        """Record that the endpoint has sent its whole answer to a request that may still run here."""
+        """Record that the endpoint has sent its whole answer, if the ledger has the request as running."""
         self.see(Alive(completion.id, completion.served, completion.accounting_token))
         entry = self._entries.get(completion.id)
         if entry is not None and entry.running:
@@ -216,7 +216,7 @@ class Ledger:
 
     def finish(self, completion: Completion, token: str, *, is_reported: bool = True) -> Entry:
         """Record a request's end; `token` is its accounting token, '' if unknown. `is_reported`: a report of
-        the end is on its way to Redis, which must confirm it."""
+        the end is on its way to Redis, which must confirm the end."""
         entry = self._entries.get(completion.id)
         if entry is None:
             entry = self._entries[completion.id] = Entry(completion.id, Phase.ENDED)
@@ -232,12 +232,12 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Record that Redis has confirmed a request's end, or never will. False if that was known."""
+        """Record that Redis has confirmed a request's end, or never will. Returns False if this was known."""
         if entry.confirmed:
             return False
         entry.confirmed = True
         if not self.in_outage:
-            entry.end = None  # a resync reports each end of the outage again
+            entry.end = None  # in an outage the end is kept, since a resync reports it again
         return True
 
     def begin_outage(self) -> None:
@@ -253,14 +253,14 @@ class Ledger:
                 if entry.running:
                     entry.seen_s = now_s
 
-    # Questions
+    # Answer queries.
 
     def owned(self) -> list[Entry]:
         """The requests whose streams this replica owns."""
         return [entry for entry in self._entries.values() if entry.owned]
 
     def running_by_model(self) -> Counter[str]:
-        """The number of placed requests whose streams this replica owns, by the model in the request."""
+        """The number of requests whose streams this replica owns, by the model that the request names."""
         return Counter(accounting_token.model_of(entry.token) for entry in self.owned())
 
     def journal(self) -> list[Entry]:
@@ -268,15 +268,15 @@ class Ledger:
         return [entry for entry in self._entries.values() if entry.journaled]
 
     def in_flight(self, since_s: float) -> list[Entry]:
-        """The journal's requests that are presumed running: placed here or seen since `since_s`.
+        """The journal's requests that are presumed running: placed here or seen running since `since_s`.
 
-        Longer-silent requests may have ended at another replica. If such a request still runs, the replica
-        that receives its next sign of life restores it.
+        A request that was last seen earlier may have ended at another replica. If it still runs, the replica
+        that receives its next access-log entry restores it.
         """
         return [entry for entry in self.journal() if entry.running and entry.seen_s >= since_s]
 
     def ended_since(self, since_s: float) -> list[Entry]:
-        """The requests with an accounting token whose end was received since `since_s`."""
+        """The requests with an accounting token whose end this replica received since `since_s`."""
         return [
             entry
             for entry in self._entries.values()
@@ -284,7 +284,8 @@ class Ledger:
         ]
 
     def costs(self, since_s: float) -> dict[str, float]:
-        """Request id -> cost of each request that runs here, or was placed or seen since `since_s`."""
+        """The cost, by request id, of each running request that is owned, or was placed or seen since
+        `since_s`."""
         return {
             entry.id: entry.cost
             for entry in self._entries.values()
@@ -292,7 +293,7 @@ class Ledger:
         }
 
     def save(self) -> tuple[Any, ...]:
-        """Copy the entries, to compare or restore them; omit running requests that only `costs` reads."""
+        """A copy of the entries, to compare or restore; without running requests that only `costs` reads."""
         kept = (each for each in self if each.owned or each.journaled or not each.running)
         return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
 
@@ -312,7 +313,7 @@ class Ledger:
                 break
             del self._entries[entry.id]
             if entry.owned:
-                entry.seen_s = now_s  # the request's stream is open: count it as seen now
+                entry.seen_s = now_s  # the request's stream is open, so the request counts as seen now
             if entry.owned or (beyond <= 0 and (entry.journaled or not entry.confirmed)):
                 self._entries[entry.id] = entry  # moves the entry to the end of the dict
             else:
@@ -321,23 +322,23 @@ class Ledger:
 
 
 class ServiceReport(TypedDict):
-    """Sums of the costs placed in the last ten whole seconds, for the replica info (docs/redis-schema.md)."""
+    """The costs placed in the last ten whole seconds, for the replica info (docs/redis-schema.md)."""
 
-    priorities: list[tuple[int, float]]  # priority and cost of each band
-    flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
+    priorities: list[tuple[int, float]]  # the priority and cost of each band
+    flows: list[tuple[int, str, float]]  # the band's priority, name and cost of each of the busiest flows
     cut: bool  # whether the field `flows` omits some flows
 
 
 class ServiceMeter:
     """Sums the costs of placed requests by band and flow, in bounded memory.
 
-    Beyond 5000 flows in one second, a further flow counts for its band only.
+    In one second, flows beyond the first 5000 count only for their bands.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # second of the last report, and that report
+        self._reported: tuple[int, ServiceReport] | None = None  # the last report and its second
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
@@ -351,7 +352,7 @@ class ServiceMeter:
             flows[key] = flows.get(key, 0.0) + cost
 
     def report(self) -> ServiceReport:
-        """The sums, computed at most once a second. Callers must not change the result."""
+        """The sums of costs, computed at most once a second. Callers must not change the result."""
         second = int(self._clock_s())
         if self._reported is None or self._reported[0] != second:
             self._reported = second, self._add_up(second)

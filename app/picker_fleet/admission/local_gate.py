@@ -2,9 +2,9 @@
 one event loop.
 
 An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits requests within this replica's budget,
-that is, its share of the bound: starting a request acquires its cost, and the replica that receives the end
-releases the cost. So the sum of costs in flight and free budgets over all replicas never grows
-(docs/redis.md).
+which is its share of the bound: starting a request acquires its cost from the budget, and the replica that
+receives the request's end adds the cost to its own budget. So, over all replicas, the sum of free budgets and
+costs in flight never grows (docs/redis.md).
 """
 
 import asyncio
@@ -32,15 +32,16 @@ from picker_fleet.state.replies import Refused
 from picker_fleet.state.schema import Refusal
 from picker_fleet.telemetry.metrics import Metrics
 
-RESIDUE = 1e-9  # tolerance for rounding in sums of fractions
-_FAILED_S = 10.0  # seconds without requests for an endpoint that refused a connection
+RESIDUE = 1e-9  # tolerance for rounding errors in sums of fractions
+_FAILED_S = 10.0  # an endpoint that refused a connection gets no requests for this many seconds
 
 
 def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
-    """This replica's share of `free`, divided among `live` replicas; `rank` of them have lesser ids.
+    """This replica's share of the free budget `free`, divided among `live` replicas, `rank` of which have
+    lesser ids.
 
-    If the stock `counts_requests`, shares are whole requests, and the replicas with the least ids get one
-    more each until the remainder is used up. If the stock counts tokens, all shares are equal.
+    If the stock counts requests (`counts_requests`), shares are whole numbers, and the replicas with the
+    least ids get one request more until the remainder is used up. For tokens, all shares are equal.
     """
     if free <= 0:
         return 0.0
@@ -52,7 +53,7 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
 
 @dataclass(slots=True)
 class _TransferRequest:
-    """A peer's pending request for at least `minimum` of this replica's budget."""
+    """A peer's request, still unanswered, for at least `minimum` of this replica's budget."""
 
     minimum: float
     granted: asyncio.Future[float]
@@ -62,10 +63,10 @@ class LocalGate:
     """One replica's budget and local queue. The event `has_waiting` is set while requests wait.
 
     The attribute `free` is the remaining budget, in the stock's unit. Neither `free` nor the cost of a
-    request exceeds `bound`. A negative `free` is a debt, which released budget pays off first. While the
-    attribute `paused` is True, the gate admits no request; while `is_in_doubt()`, it uses no budget. Released
-    budget goes in turn to the local queue and to each peer that waits for a budget transfer. `quotas` has
-    this replica's share of tenants' limits; None without tenants.
+    request exceeds `bound`. A negative `free` is a debt, which released budget pays off first. If `paused`,
+    the gate admits no request; while `is_in_doubt()` returns True, it uses no budget. Released budget goes in
+    turn to the local queue and to each peer that waits for a budget transfer. `quotas` has this replica's
+    share of tenants' limits; None without tenants.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LocalGate:
         self._paused = paused
         self._quotas = quotas
         self._queue = LocalQueue(rules)
-        self._waiting: dict[str, Waiting] = {}  # by id
+        self._waiting: dict[str, Waiting] = {}  # waiting requests by id
         self._turns: deque[_TransferRequest | None] = deque([None])  # None stands for the local queue's turn
 
     @property
@@ -103,19 +104,19 @@ class LocalGate:
         return self._queue.lengths()
 
     def limit_budget(self, maximum: float) -> None:
-        """Reduce the free budget to at most `maximum` (may be negative); peers may own the rest."""
+        """Reduce the free budget to at most `maximum` (may be negative), since peers may own the rest."""
         self.free = min(self.free, maximum)
 
     def charge(self, cost: float) -> float:
-        """The budget that a request of `cost` acquires: at most the largest claim, as in the scripts."""
+        """The budget that a request of `cost` acquires: at most the largest claim, as in Lua scripts."""
         return min(cost, self._largest_claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
-        """Acquire `cost` of the budget, after a wait if need be. Returns False if the shared queue must
-        decide instead.
+        """Acquire `cost` of the budget, if necessary after a wait. Returns False if the shared queue must
+        admit the request instead.
 
-        If `alone` is False, the caller asks the shared queue next, which counts the request as a bypass. Sets
-        `wait.queued` if the request is queued.
+        If `alone` is False, the caller next asks the shared queue, which then counts a request that does not
+        wait. Sets `wait.queued` if the request is queued.
 
         Raises:
             Dropped: the request was refused, was preempted or expired.
@@ -124,14 +125,14 @@ class LocalGate:
             RequestIdTaken: another waiting request has the same id.
             OverLimit: a tenant's limit refuses the request.
         """
-        if self._quotas is None or not alone:  # if not alone, the shared queue charges the request's tenants
+        if self._quotas is None or not alone:  # unless `alone`, the shared queue charges the tenants' limits
             return await self._admit(request, cost, wait, alone=alone)
         request, keeps_charge = self._arrive(self._quotas, request), False
         try:
             keeps_charge = await self._admit(request, cost, wait, alone=alone)
             return keeps_charge
         except ClientGone:
-            keeps_charge = True  # the charge passes to the newer stream
+            keeps_charge = True  # the newer stream takes over the charge of its tenants' limits
             raise
         finally:
             if not keeps_charge:
@@ -187,8 +188,8 @@ class LocalGate:
             self._leave(waiting)
 
     def _arrive(self, quotas: Quotas, request: InferenceRequest) -> InferenceRequest:
-        """Charge an arriving request, unless an earlier stream has. Returns the request, in the lowest band
-        if a tenant's limit demotes it."""
+        """Charge an arriving request to its tenants' limits, unless an earlier stream has done so. Returns
+        the request, in the lowest band if a tenant's limit demotes it."""
         lack = quotas.arrive(request) if request.id not in quotas.charges else None
         if lack is not None:
             reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
@@ -211,17 +212,17 @@ class LocalGate:
             self._quotas.start(request_id)
 
     def quota(self, request_id: str) -> str:
-        """The balances that the answer to a placed request shows (Placement.quota)."""
+        """The tenants' balances that the answer to a placed request shows (`Placement.quota`)."""
         return self._quotas.quota(request_id) if self._quotas is not None else ""
 
     def granted(self) -> list[Granted]:
-        """The amounts of tenants' limits that this replica has granted and Redis does not know of."""
+        """The amounts of tenants' limits that this replica has granted without Redis."""
         return list(self._quotas.granted()) if self._quotas is not None else []
 
     def end_charge(
         self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""
     ) -> None:
-        """A started request has ended: correct its tenants' charges by its `usage` (prompt, cached and answer
+        """End the charges of a request's tenants: correct them by its `usage` (prompt, cached and answer
         tokens), or refund them if the request is `unserved`. `flow`: the request's flow if another replica
         may have started the request in this outage, else ''."""
         quotas = self._quotas
@@ -238,7 +239,7 @@ class LocalGate:
             self._queue.unthrottle(child)
 
     def acquire(self, amount: float) -> bool:
-        """Take `amount` of the budget if free, else return False. An amount of 0 is granted even in debt."""
+        """Take `amount` of the budget if it is free, else return False. 0 is granted even in debt."""
         if amount > 0 and (self.free + RESIDUE < amount or self._is_in_doubt()):
             return False
         self.free -= amount
@@ -250,7 +251,8 @@ class LocalGate:
         self._dispatch()
 
     def shortage(self) -> tuple[float, float]:
-        """The budget that the next request lacks, and the cost of all waiting requests; 0 without any."""
+        """The budget that the next waiting request lacks, and the cost of all waiting requests; 0, 0 if no
+        request can be served."""
         turn = self._queue.turn(self._loop.time())
         if turn is None:
             return 0.0, 0.0
@@ -258,9 +260,9 @@ class LocalGate:
         return max(turn[0].cost - max(self.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
-        """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; if any
-        waits, give `minimum` at the peer's turn. Returns the amount given; 0 if the peer's turn does not come
-        within `wait_s`."""
+        """Give budget to a peer. If neither a request nor another peer waits here, give up to `maximum` at
+        once; otherwise give `minimum` at the peer's turn. Returns the amount given; 0 if the peer's turn does
+        not come within `wait_s` seconds."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
         if not self._waiting and len(self._turns) == 1 and self.free >= minimum:
             granted = min(maximum, self.free)
@@ -275,18 +277,18 @@ class LocalGate:
                 self.release(transfer.minimum)
             raise
         finally:
-            transfer.granted.cancel()  # `_dispatch` skips the request, unless granted already
+            transfer.granted.cancel()  # unless the transfer is granted, `_dispatch` will skip it
             self._dispatch()
         return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
 
     def hand_over_waiting(self) -> None:
-        """Send every waiting request to the shared queue, oldest first."""
+        """Send every waiting request to the shared queue, the oldest first."""
         for waiting in self._queue.all():
             if not waiting.turn.done():
                 waiting.turn.set_result(False)
 
     def end_waits(self, error: Callable[[], RequestError]) -> None:
-        """Refuse every waiting request."""
+        """Refuse every waiting request with the error that `error` makes."""
         for waiting in self._queue.all():
             self._end_wait(waiting, error())
 
@@ -294,13 +296,13 @@ class LocalGate:
         """Give the free budget to the local queue and to waiting peers, in turn."""
         if self._paused:
             return
-        unused = 0  # successive turns that used no budget
+        unused = 0  # number of successive turns that used no budget
         while unused < len(self._turns):
             transfer = self._turns[0]
             if transfer is None:
                 served = self._serve_one()
                 if served is None:
-                    return  # the local queue's next request needs more than is free
+                    return  # the next request of the local queue costs more than the free budget
                 self._turns.rotate(-1)
                 unused = 0 if served else unused + 1
             elif transfer.granted.done():
@@ -313,7 +315,8 @@ class LocalGate:
                 unused = 0
 
     def _serve_one(self) -> bool | None:
-        """Serve one queued request. Returns False if none waits, None if its cost exceeds the free budget."""
+        """Serve one queued request. Returns False if no request can be served, None if the next one costs
+        more than the free budget."""
         queue, now_s = self._queue, self._loop.time()
         while (turn := queue.turn(now_s)) is not None:
             waiting, by_guard = turn
@@ -334,7 +337,7 @@ class LocalGate:
         return False
 
     def _throttle(self, waiting: Waiting, child: str, wait_ms: float) -> None:
-        """Pass over the requests below `child` until its balance suffices."""
+        """Let requests below the tenant node `child` wait until the node's balance suffices."""
         self._queue.throttle(waiting, child)
         if wait_ms < math.inf:
             self._loop.call_later(max(wait_ms, 1.0) / 1000, self._unthrottle, child)
@@ -344,7 +347,7 @@ class LocalGate:
         self._dispatch()
 
     def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
-        """End a request's wait with `error` or, if that is None, with the error of an expired request."""
+        """End a request's wait with `error`, or, if that is None, with the error of an expired request."""
         self._queue.remove(waiting)
         if not waiting.turn.done():
             waiting.turn.set_exception(error or self._time_up(waiting.request))
@@ -367,10 +370,10 @@ def _acquired(turn: asyncio.Future[bool]) -> bool:
 
 
 class LocalPicker:
-    """Picks endpoints by the last snapshot and this replica's own counts, because no script is available.
+    """Picks endpoints by the last snapshot and this replica's own counts, without the Lua scripts.
 
     The argument `load` has the fleet's requests in flight by endpoint, as last read from Redis; the picker
-    adds only this replica's changes.
+    adds only changes by this replica.
     """
 
     def __init__(
@@ -382,13 +385,13 @@ class LocalPicker:
     ) -> None:
         self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
         self._load = Counter(load)
-        self._failed: dict[str, float] = {}  # endpoint -> time until which it gets no request
+        self._failed: dict[str, float] = {}  # failed endpoint -> the time until which it gets no request
 
     def pick(self, request: InferenceRequest, *, most: int) -> tuple[str, ...]:
-        """At most `most` endpoints for `request`, best first.
+        """At most `most` endpoints for `request`, the best first.
 
         Raises:
-            NoEndpoints: no ready or ejected endpoint may serve the request.
+            NoEndpoints: neither a ready nor an ejected endpoint may serve the request.
         """
         now_s = self._clock()
         self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
@@ -438,12 +441,12 @@ def pick(
     most: int,
     chance: Callable[[], float],
 ) -> tuple[str, ...]:
-    """Pick up to `most` endpoints of `ready`, best first, ties in random order; none if no candidate is
+    """Pick up to `most` endpoints of `ready`, the best first, ties in random order; () if no candidate is
     ready. Pure.
 
-    `candidates` has the format of `lua/lib/endpoints.lua`: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
-    (scores, minus `live_weight` times the endpoint's load over the largest). `load` has the requests in
-    flight by endpoint.
+    `candidates` has the format of `lua/lib/endpoints.lua`: '*' (any endpoint), 'a,b' (the least loaded is
+    best), or 'a=0.7,b=0.5' (scores, from which `live_weight` times the endpoint's load over the largest load
+    is subtracted). `load` has the requests in flight by endpoint.
     """
     scores: dict[str, float | None]
     if candidates == "*":

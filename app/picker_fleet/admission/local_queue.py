@@ -1,7 +1,7 @@
 """One replica's local queue during an outage: a `FairQueue` within the replica's share of the capacities.
 
-`LocalGate` calls it. The local queue differs from the shared queue. Virtual times begin at 0 in each outage.
-A score uses only the request's own wait and criticality, because a workload's rate and average wait are
+`LocalGate` calls this queue, which differs from the shared queue: virtual times begin at 0 in each outage. A
+score uses only the request's own wait and criticality, because a workload's rate and average wait are
 unknown. The local queue does not enforce a flow's limit per endpoint.
 """
 
@@ -22,15 +22,15 @@ from picker_fleet.state.schema import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One replica's queueing policy, and the largest fraction of the bound that one request may take."""
+    """One replica's queueing policy, and the largest part of the bound that one request may take."""
 
     policy: Policy
     claim_share: float
 
 
 def rules_of(effective: EffectiveConfig, live: int, tree: Tree | None = None) -> Rules:
-    """Rules of one of `live` replicas: capacities and byte limits are divided by `live`, at least 1. `tree`:
-    the nodes of tenants, None without tenants."""
+    """The rules of one of `live` replicas: each capacity and byte limit is divided by `live`, but is at least
+    1. `tree` has the nodes of tenants; None without tenants."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -74,9 +74,9 @@ class _UnknownWorkloads:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued request. Fields ending in `_s` are seconds of the caller's clock; the fields of `Queueable`
-    have their own units. The gate resolves `turn` with True once the cost is acquired, with False if the
-    shared queue must admit the request."""
+    """A request in the local queue. Fields ending in `_s` are seconds of the caller's clock; the fields of
+    `Queueable` have the units given there. The gate resolves `turn` with True once it has acquired the cost,
+    or with False if the shared queue must admit the request."""
 
     request: InferenceRequest
     cost: float
@@ -117,7 +117,7 @@ class LocalQueue:
         self._now_us = 0.0
         context = Context(rules.policy, lambda: self._now_us, _UnknownWorkloads())
         self._queue: FairQueue[Waiting] = FairQueue(context, itertools.count(1).__next__)
-        self._due: ScoredSet[Waiting] = ScoredSet()  # requests not yet overdue, by `due_ms`
+        self._due: ScoredSet[Waiting] = ScoredSet()  # requests that are not yet overdue, by `due_ms`
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -128,7 +128,7 @@ class LocalQueue:
 
     @property
     def lowest_band(self) -> Band:
-        """The lowest band that is configured or has a waiting request."""
+        """The lowest of the bands that are configured or have had a waiting request."""
         bands = self._queue.policy.bands
         return bands.of(min(*self._queue.bands, *(band.priority for band in bands)))
 
@@ -141,11 +141,11 @@ class LocalQueue:
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float
     ) -> tuple[Waiting, Waiting | None]:
-        """Queue `request`. Returns the request's entry, and the entry preempted for the request, if any.
+        """Queue `request`. Returns its entry, and the entry that was preempted for it, or None.
 
         Raises:
             Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: the
-                refusals of the shared queue.
+                queue refuses the request, as the shared queue would.
         """
         waiting = Waiting.of(request, cost, arrived_s)
         self._now_us = max(self._now_us, waiting.arrived)
@@ -162,7 +162,7 @@ class LocalQueue:
         return waiting, preempted
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a request, if it is still queued, without charging its flow queue."""
+        """Remove a request if it is still queued, without charging its flow queue."""
         if waiting.queued:
             self._queue.remove(waiting)
             self._left(waiting)
@@ -182,7 +182,7 @@ class LocalQueue:
         self._left(waiting)
 
     def throttle(self, waiting: Waiting, child: str) -> None:
-        """Serve no request below `child` (tenant_tree.py) of the request's band, until `unthrottle`."""
+        """Serve no request below node `child` (tenant_tree.py) of the request's band, until `unthrottle`."""
         self._queue.throttle(waiting, child)
 
     def unthrottle(self, child: str) -> None:
@@ -190,7 +190,7 @@ class LocalQueue:
             self._queue.unthrottle(priority, child)
 
     def all(self) -> list[Waiting]:
-        """All waiting requests, oldest first."""
+        """All waiting requests, the oldest first."""
         return sorted(self._queue.requests(), key=lambda each: each.arrived_s)
 
     def _left(self, waiting: Waiting) -> None:

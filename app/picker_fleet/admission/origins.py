@@ -1,8 +1,8 @@
-"""Finds the endpoint that has the state of a response or conversation id (Responses API).
+"""Finds the endpoint that stores the state of a response or conversation, by its id (Responses API).
 
 Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
-the endpoint whose answer had its id. In the mode `standard`, a replica learns the id from the answer; in the
-other modes, from Envoy's access log. The replica stores id and endpoint in Redis, for all replicas.
+the endpoint whose answer had the response's id. In mode `standard`, a replica learns the id from the answer;
+in the modes `lean` and `http`, from Envoy's access log. It stores id and endpoint in Redis for all replicas.
 """
 
 import asyncio
@@ -18,31 +18,31 @@ from picker_fleet.state.store import Store
 
 MAX_ID_BYTES = 256
 _MAX_KNOWN = 50_000
-KEPT_S = 3600.0  # how long a replica remembers an id itself, in case Redis is unavailable
-# The client's next request may arrive before the access-log entry that has the id: look an unknown id up
-# again after each of these pauses, for `FIND_S` in total.
+KEPT_S = 3600.0  # for so many seconds a replica itself remembers an id, in case Redis is unavailable
+# A client's next request may arrive before the access-log entry that has its id: look an unknown id up again
+# after each of these pauses, in seconds, for `FIND_S` seconds in total.
 _PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.12, 0.2, 0.25, 0.25)
-FIND_S = 1.0  # a busy host may stop this process for half a second
+FIND_S = 1.0  # longer than the half second for which a busy host may stop this process
 
 
 class Origins:
-    """Ids of one pool, with their endpoints. All calls come from one event loop. `clock` returns seconds."""
+    """The ids of stored state in one pool, with their endpoints. All calls come from one event loop."""
 
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys
         self._clock = clock
-        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> time of the note, endpoint
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> when it was noted, endpoint
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:
-        """Store that `endpoint` answered with `ids`. Returns at once."""
+        """Store that `endpoint` has the state of `ids`. Returns without waiting for Redis."""
         for state_id in ids:
             if endpoint and _is_id(state_id):
                 self._remember(state_id, endpoint)
                 ignore_loss(self._store.note_origin(state_id, endpoint))
 
     async def find(self, ids: Collection[str], most_s: float = FIND_S) -> str:
-        """The endpoint that has the state of one of `ids`; '' if none is found within `most_s`. Without
-        Redis, only this replica's own memory is searched."""
+        """The endpoint that has the state of one of `ids`; '' if it is not found within `most_s` seconds.
+        Without Redis, only this replica's own memory is searched."""
         wanted = [state_id for state_id in ids if _is_id(state_id)]
         try:
             async with asyncio.timeout(min(most_s, FIND_S)):
@@ -61,8 +61,8 @@ class Origins:
         return self._known_of(wanted)
 
     def read_token(self, request_id: str) -> str:
-        """The accounting token of a request that needs no admission. Envoy returns the token in the
-        access-log entry, so that the replica trusts the entry's ids."""
+        """The accounting token of a request that needs no admission. Envoy returns the token in the request's
+        access-log entry, so that the replica trusts the ids in that entry."""
         return accounting_token.of_read(request_id, self._keys)
 
     def _remember(self, state_id: str, endpoint: str) -> None:

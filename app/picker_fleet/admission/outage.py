@@ -1,4 +1,4 @@
-"""One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
+"""One outage of Redis: a replica's requests, budget and unreported ends (G8; docs/redis.md).
 
 The class `Failover` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
 """
@@ -15,14 +15,14 @@ from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Out
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
-_REPORT_SLACK_S = 1.0  # longest delay of an access-log entry of a running request
-_CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
-_CHUNK = 512  # maximum renewals in flight at a time; the store sends 16 in a call
+_REPORT_SLACK_S = 1.0  # longest delay, in seconds, of an access-log entry about a running request
+_CLOCK_MARGIN_MS = 1000  # two replicas' estimates of Redis's clock differ by at most this
+_CHUNK = 512  # maximum renewals in flight at a time; the store sends 16 renewals in a call
 
 
 def unseen_s(report_s: float) -> float:
-    """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
-    of each running request every `report_s`. The replica that gets the next entry restores it."""
+    """A resync does not restore a request without an access-log entry for this many seconds. The access log
+    has an entry of each running request every `report_s`; the replica that gets the next one restores it."""
     return report_s + _REPORT_SLACK_S
 
 
@@ -31,9 +31,9 @@ class OutageStatus:
     """An outage as the admin API shows it. Amounts are in the stock's unit.
 
     The field `mode` is the FailoverState; `bound` is the fleet's bound of the stock, and `share` this
-    replica's share of the bound. The field `in_flight` counts the requests placed here that were placed or
-    seen alive within an access-log interval plus one second, and whose end this replica has not received.
-    (Another replica may have received that end.)
+    replica's share of the bound. The field `in_flight` counts requests that this replica placed, that were
+    placed or reported running within an access-log interval plus one second, and whose end this replica has
+    not received, although another replica may have received that end.
     """
 
     mode: str
@@ -41,7 +41,7 @@ class OutageStatus:
     bound: float
     share: float
     free: float
-    let_go: int  # requests placed here
+    let_go: int  # number of requests that this replica placed in the outage
     in_flight: int
     queued: int
     queue_length: dict[str, int]  # band name -> queued requests
@@ -53,7 +53,7 @@ class Resync:
 
     began_s: float
     released: float = 0.0  # budget released by requests that ended since `began_s`
-    done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
+    done: bool = False  # whether Redis has all requests that this replica saw in flight
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ class Outage:
 
     gate: the requests that wait here, and the remaining budget for starting requests. picker: chooses
         endpoints, and counts requests by endpoint. ledger: its journaled entries are the requests started,
-        seen or ended during the outage; a resync reports each once. bound, share: the fleet's bound of the
-        stock, and this replica's share of the bound. clock: returns seconds; `began_ms` is the start of the
-        outage by the clock of the shared state. resync: the current attempt to resync; None while Redis is
+        seen or ended during the outage; a resync reports each of them once. bound, share: the fleet's bound
+        of the stock, and this replica's share of the bound. clock: returns seconds; `began_ms` is the start
+        of the outage by Redis's clock. resync: the current attempt to resync; None while Redis is
         unavailable. before: id -> cost of the requests known to run when the outage began; `ended_before` has
         the ids of requests whose end this replica received before the outage. `initial_free` is the free
         budget at the start of the outage, with the budget that requests in the shared queue hold.
@@ -108,10 +108,10 @@ class Outage:
         )
 
     def has_another(self, request: InferenceRequest) -> bool:
-        """Whether this replica knows another running request with the same id. A request that ran before the
-        outage counts as another one, since Envoy never repeats a request whose placement it has received."""
+        """Whether this replica knows another running request with the id of `request`. A request that ran
+        before the outage is another one, since Envoy never repeats a request whose placement it received."""
         if not request.digest:
-            return False  # without a body digest, two requests cannot be told apart
+            return False  # two requests with one id cannot be told apart without digests of their bodies
         entry = self.ledger.get(request.id)
         if entry is None or not entry.is_local:
             seen = entry is not None and entry.running and entry.journaled
@@ -126,20 +126,20 @@ class Outage:
         self.placed += 1
 
     def withdraw(self, entry: Entry) -> None:
-        """A placement of this outage never reached Envoy: release its cost."""
+        """Release the cost of a placement of this outage that never reached Envoy."""
         self.picker.ended(entry.endpoint)
         self.gate.end_charge(entry.id, unserved=True)
         self.gate.release(entry.cost)
 
     def see(self, alive: Alive) -> None:
-        """An access log reports a running request: record its cost if it ran before the outage."""
+        """Record the cost of a request that an access log reports as running, if it ran before the outage."""
         alone_ms = accounting_token.alone_since_ms(alive.accounting_token)
         if alive.accounting_token and (alone_ms is None or alone_ms < self.began_ms + _CLOCK_MARGIN_MS):
             self.before[alive.id] = accounting_token.cost_of(alive.accounting_token)
 
     def end(self, entry: Entry | None, completion: Completion, token: str) -> bool:
-        """Account for a request's end that is not yet in the ledger's `entry`. Returns False if this replica
-        has accounted for the end before. `token` is the accounting token, '' if unknown."""
+        """Account for a request's end, which its ledger entry `entry` does not yet have. Returns False if
+        this replica has accounted for the end before. `token` is the accounting token, '' if unknown."""
         is_local = entry is not None and entry.is_local
         self.picker.ended(
             entry.endpoint if entry is not None and is_local else accounting_token.endpoint_of(token)
@@ -162,7 +162,7 @@ class Outage:
         return True
 
     async def restore_running(self, store: Store, report_s: float) -> int:
-        """Report the running requests to Redis. Returns their number.
+        """Report the running requests to Redis, which restores them. Returns their number.
 
         Raises:
             StateUnavailable: Redis is lost again.
@@ -173,10 +173,10 @@ class Outage:
             answers = [
                 store.renew(each.id, each.attempt, each.served, each.token, self.clock() - each.seen_s)
                 for each in running[at : at + _CHUNK]
-                if each.running  # other requests ended during the resync
+                if each.running  # some requests may have ended during the resync
             ]
             for answer in answers:
-                with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it
+                with contextlib.suppress(ScriptFailed):  # its next access-log entry restores the request
                     await answer
         return len(running)
 

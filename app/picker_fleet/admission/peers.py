@@ -1,8 +1,8 @@
-"""Peers in an outage: the other live replicas, their published states, and transfers of budget from them.
+"""A replica's peers (the other live replicas) in an outage: their published states and transfers of budget.
 
-Envoy's access log goes to any replica, so freed budget collects where ends are received. A replica with
-waiting requests asks every peer for budget, with one call at a time to each peer. A call without a reply is
-repeated, and the peer repeats its reply, so that a pause of caller or peer loses no budget. The budget of a
+Any replica may get Envoy's access log, so freed budget collects at the replicas that receive ends. A replica
+with waiting requests asks every peer for budget, by one call at a time to each peer. A replica repeats a call
+without a reply, and the peer repeats its reply, so a pause of caller or peer loses no budget. The budget of a
 peer that dies stays unused until Redis is back; two replicas never use the same budget.
 """
 
@@ -15,15 +15,15 @@ from typing import NamedTuple, Protocol
 from picker_fleet.admission.local_gate import LocalGate, part_of
 from picker_fleet.state.replies import HeartbeatReply
 
-_PAUSE_S = 0.2  # pause before the next call to a peer that had no spare budget
+_PAUSE_S = 0.2  # seconds before the next call to a peer that had no budget to spare
 _COMPARED = 30_000  # maximum running requests that `lost_budget` compares
-TRANSFER_WAIT_S = 0.5  # seconds for which a peer without free budget waits for some before it answers
+TRANSFER_WAIT_S = 0.5  # a peer without free budget waits this many seconds for budget before it answers
 
 
 @dataclass(frozen=True, slots=True)
 class OutageCount:
-    """A replica's figures at the start of its outage: the number of live replicas, the bound, its own free
-    budget, and id -> cost of the requests that may have been running."""
+    """A replica's figures at the start of its outage: the number of live replicas, the bound of the stock,
+    its own free budget, and, by id, the costs of requests that may have been running."""
 
     live: int
     bound: float
@@ -32,8 +32,8 @@ class OutageCount:
 
 
 class RedisUse(NamedTuple):
-    """`uses`: whether a replica uses Redis, and Redis has answered lately. `local_s`: for how many seconds
-    the replica has been without Redis; 0 if it uses Redis or resyncs."""
+    """`uses`: whether a replica uses Redis, and Redis has answered lately. `local_s`: how many seconds the
+    replica has been without Redis; 0 while it uses Redis or resyncs."""
 
     uses: bool
     local_s: float
@@ -47,11 +47,11 @@ class PeerClient(Protocol):
         ...
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """The subset of `ids` whose ends the replica received before its outage; None as for `count`."""
+        """The subset of `ids` whose ends the replica received before its outage; None without an answer."""
         ...
 
     async def redis_use(self, address: str) -> RedisUse | None:
-        """Whether the replica at `address` uses Redis; None without an answer."""
+        """Whether the replica at `address` says that it uses Redis; None if it does not answer."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
@@ -64,8 +64,8 @@ class PeerState:
     """The part of a replica's info (published with its heartbeats) that failover reads.
 
     `degraded`: whether the replica has state that Redis lacks. `grpc`: the host:port that takes calls for
-    budget; '' if the replica takes none. `resyncs`: how often the replica has begun to resync. `answered`:
-    the resyncs of peers for which this replica has published all ends received before the resync.
+    budget; '' if the replica takes no calls. `resyncs`: how often the replica has begun to resync.
+    `answered`: the resyncs of peers for which the replica has published all ends that it received before.
     """
 
     degraded: bool = False
@@ -75,7 +75,7 @@ class PeerState:
 
     @classmethod
     def read(cls, about: Mapping[str, object]) -> "PeerState":
-        """Read the JSON object `about` of docs/redis-schema.md. A field of a wrong type counts as missing."""
+        """Read the JSON object `about` (docs/redis-schema.md). A field of a wrong type counts as missing."""
         grpc, resyncs, answered = about.get("grpc"), about.get("resyncs"), about.get("answered")
         return cls(
             bool(about.get("degraded")),
@@ -86,8 +86,8 @@ class PeerState:
 
 
 class Peers:
-    """The live replicas. The attribute `live` has the sorted ids of live replicas, including this replica's
-    own id `replica`, as of the last heartbeat while Redis was in use."""
+    """The live replicas. The attribute `live` has their sorted ids, with this replica's own id `replica`, as
+    of the last heartbeat while Redis was in use."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
@@ -97,7 +97,8 @@ class Peers:
         self._addresses: dict[str, str] = {}
 
     def update(self, replicas: Mapping[str, PeerState], *, shared: bool, now_s: float) -> None:
-        """Store the state of each live replica. `live` changes only while Redis is in use (`shared`)."""
+        """Store the state of each live replica. The attribute `live` changes only while Redis is in use
+        (`shared`)."""
         self._states = replicas
         if shared:
             if not replicas.keys() >= set(self.live):
@@ -112,26 +113,27 @@ class Peers:
         return [self._addresses[name] for name in self.live if name in self._addresses]
 
     def others(self) -> list[str] | None:
-        """The addresses (host:port) of all peers; None if another replica has a lesser id or no address."""
+        """The addresses (host:port) of all peers; None if a peer has a lesser id than this replica or no
+        address."""
         others = [name for name in self.live if name != self._replica]
         if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
             return None
         return [self._addresses[name] for name in others]
 
     def all_resynced(self) -> bool:
-        """Whether every replica of `live` reports that Redis has all of that replica's state."""
+        """Whether every replica in `live` reports that Redis has all of its state."""
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
     def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
-        """Whether `holds` is true for any replica of `live` that still sends heartbeats."""
+        """Whether the predicate `holds` is true for a replica in `live` that still sends heartbeats."""
         return any(name in self.live and holds(name, said) for name, said in self._states.items())
 
     def count(self, pulse: HeartbeatReply) -> int:
-        """The number of replicas among which the bound is divided."""
+        """The number of replicas among which the bound of the stock is divided."""
         return max(len(self.live), pulse.live_replicas, 1)
 
     def own_part(self, pulse: HeartbeatReply, *, counts_requests: bool) -> float:
-        """This replica's share of the stock that was free at `pulse`; `counts_requests` as in `part_of`."""
+        """This replica's share of the stock that was free in the heartbeat reply `pulse` (see `part_of`)."""
         live = self.count(pulse)
         rank = self.live.index(self._replica) if self._replica in self.live else live
         free = pulse.upper - pulse.stock
@@ -141,14 +143,14 @@ class Peers:
 async def lost_budget(
     own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
 ) -> float | None:
-    """The part of the bound that is in no replica's budget and that no running request uses. (Reports of ends
-    and grants were in transit when Redis was lost.) None if a peer in `others` has no count, or counts
+    """The part of the bound that is in no replica's budget and that no running request uses, since reports of
+    ends, or grants, were in transit when Redis was lost. None if a peer in `others` has no count, or counts
     another number of live replicas.
 
     When the outage began, the bound was the sum of the free budgets, the costs of the running requests, and
-    this part. Requests count as running if some replica had placed them or seen them alive within an
-    access-log interval, and no replica had received their ends. So the returned part is never too large
-    (docs/redis.md).
+    this lost part. A request counts as running if some replica had placed it or had an access-log entry of it
+    within an access-log interval, and no replica had received its end. So the returned part is never too
+    large (docs/redis.md).
     """
     counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
     running: dict[str, float] = {}
@@ -157,7 +159,7 @@ async def lost_budget(
             return None
         running.update(count.running)
     if len(running) > _COMPARED:
-        return 0.0  # with more running requests, the lost budget is relatively small
+        return 0.0  # compared with so many running requests, the lost budget is small
     asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
     for ended in (ended_before, *asked):
         if ended is None:
@@ -170,7 +172,7 @@ async def lost_budget(
 
 
 class BudgetTransfer:
-    """Gets budget for the `gate` from the replicas at `addresses()` while requests wait in the gate."""
+    """Gets budget for `gate` from the replicas at `addresses()` while requests wait in the gate."""
 
     def __init__(self, gate: LocalGate, client: PeerClient, addresses: Callable[[], list[str]]) -> None:
         self._gate, self._client, self._addresses = gate, client, addresses
@@ -195,7 +197,7 @@ class BudgetTransfer:
     async def _ask(self, address: str) -> None:
         minimum, maximum = self._gate.shortage()
         if minimum <= 0:
-            await asyncio.sleep(_PAUSE_S)  # the pool is paused: requests wait although there is budget
+            await asyncio.sleep(_PAUSE_S)  # no request lacks budget; the pool may be paused
             return
         began_s = self._clock()
         granted = await self._client.ask(address, minimum, maximum)

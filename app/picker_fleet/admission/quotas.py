@@ -1,11 +1,12 @@
-"""Quotas of tenants: finds the limits on a request's path, and charges the request to them. Pure.
+"""Quotas of tenants: finds the limits on a request's tenant path, and charges the request to these limits.
+Pure.
 
-A `LocalGate` counts this replica's share of each limit during an outage. The reference model in tests/model,
-which tests compare with `lua/lib/quotas.lua` call by call, counts whole limits with the same class.
+During an outage, a `LocalGate` counts this replica's share of each limit by the class `Quotas`. The reference
+model in tests/model counts whole limits by the same class; tests compare it with `lua/lib/quotas.lua`.
 
 A limit is a leaky bucket (ITU-T I.371, continuous-state leaky bucket): the units owed leak at `rate`, and a
-request that takes c units may start while at most burst - c are owed. Requests are charged by estimate and
-corrected by usage, so more than the burst may be owed.
+request that takes c units may start while at most burst - c units are owed. Charges are estimates that usage
+corrects later, so more than the burst may be owed.
 """
 
 import datetime
@@ -18,14 +19,14 @@ from typing import NamedTuple, Protocol
 from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.tenants import Node, Price, Tree
 
-RESIDUE = 1e-6  # tolerance for rounding in sums of fractions
-MOST_KEPT = 10_000  # balances, and flows whose balances are remembered for an outage
+RESIDUE = 1e-6  # tolerance for rounding errors in sums of fractions
+MOST_KEPT = 10_000  # maximum balances, and maximum flows whose balances are remembered for an outage
 _DAY_MS = 86_400_000
 _FREE = Price()
 
 
 class Arriving(Protocol):
-    """A request. The numbers of tokens are estimates."""
+    """A request that is charged to tenants' limits. Its numbers of tokens are estimates."""
 
     @property
     def id(self) -> str: ...
@@ -41,8 +42,8 @@ class Arriving(Protocol):
 
 @dataclass(slots=True)
 class Charge:
-    """The charge of a request, in tokens. `limits`: the keys of the limits that have charged it. Nodes that
-    demote do not charge a `demoted` request. `used`: the charge is the usage, not an estimate."""
+    """The charge of a request, in tokens. `limits` has the keys of the limits that have charged the request.
+    Nodes that demote do not charge a `demoted` request. `used`: the charge is usage, not an estimate."""
 
     flow: str
     model: str
@@ -55,7 +56,7 @@ class Charge:
 
 
 class Usage(NamedTuple):
-    """The tokens of a request's prompt (`cached`: the cached ones among them) and answer."""
+    """The numbers of tokens in a request's prompt and answer; `cached` of the prompt tokens are cached."""
 
     prompt: float
     cached: float
@@ -63,7 +64,7 @@ class Usage(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """An amount granted under a node's limit; `unit` and `per` are as in `Limit`."""
+    """An amount that a replica granted under a tenant node's limit; `unit` and `per` are as in `Limit`."""
 
     path: str
     unit: str
@@ -72,9 +73,9 @@ class Granted(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """One limit of a node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget. `per`:
-    a rate limit's interval in ms, '0' for `parallel`, the period's name for `budget`. `burst`: the most units
-    taken at once; `whole`: the burst of all replicas together. `rate`: units a ms, 0 without an interval."""
+    """One limit of a tenant node. `unit`: requests, tokens, prompt_tokens, answer_tokens, parallel or budget.
+    `per`: a rate limit's interval in ms, '0' for `parallel`, the period's name for `budget`. `burst`: maximum
+    units at once; `whole`: the burst of all replicas together. `rate`: units a ms, 0 without an interval."""
 
     unit: str
     per: str
@@ -85,7 +86,7 @@ class Limit(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """A node, with its limits."""
+    """A tenant node with its limits."""
 
     path: str
     over_limit: str
@@ -93,8 +94,8 @@ class _Settings(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """A node's limit that does not suffice for a request. `wait_ms`: the time until it suffices, infinite if
-    other requests must end first. `over_burst`: the limit never suffices."""
+    """A tenant node's limit that does not suffice for a request. `wait_ms`: the time until the limit
+    suffices, infinite if other requests must end first. `over_burst`: the limit never suffices."""
 
     path: str
     limit: Limit
@@ -102,13 +103,13 @@ class Lack(NamedTuple):
     over_burst: bool
 
     def __str__(self) -> str:
-        """The limit's text in replies of the scripts (lua/admit.lua)."""
+        """The text by which replies of the Lua scripts name the limit (lua/admit.lua)."""
         return f"{self.limit.unit} {self.limit.per} {self.path}"
 
 
 def period_of(name: str, now_ms: float) -> tuple[int, float]:
-    """The number of the calendar period `name` (day, week from Monday on, month; UTC), and the ms until the
-    period ends. Days and weeks are counted from 1970, months from January of year 0."""
+    """The number of the current calendar period `name` (day, week from Monday on, month; UTC), and the ms
+    until its end. Days and weeks are counted from 1970, months from January of year 0."""
     days = int(now_ms // _DAY_MS)
     if name == "day":
         return days, (days + 1) * _DAY_MS - now_ms
@@ -122,14 +123,14 @@ def period_of(name: str, now_ms: float) -> tuple[int, float]:
 
 
 class Quotas:
-    """The balances of nodes, and the charges of requests by id.
+    """The balances of tenant nodes, and the charges of requests by id.
 
-    `live`: the number of replicas. This object counts one replica's share: an equal part of each rate, burst
-    and budget, and at least 1 request in flight. A request larger than the share of a burst, but not larger
-    than the burst, is granted once the share is full. `log` is called with event and request id.
+    `live` is the number of replicas. This object counts one replica's share: an equal part of each rate,
+    burst and budget, and at least 1 request in flight. A request larger than the share of a burst, but not
+    than the whole burst, is granted once the share is full. `log` is called with event and request id.
 
-    `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): units owed and the
-    time in ms; requests in flight; a budget's period and the cost units spent in it.
+    `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): for a rate, units
+    owed and the time in ms; requests in flight; for a budget, its period and the units spent in the period.
     """
 
     def __init__(
@@ -143,16 +144,16 @@ class Quotas:
     ) -> None:
         self.tree, self._prices, self._now_ms, self._live, self._log = tree, prices, now_ms, live, log
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
-        self._told: dict[str, tuple[float, ...]] = {}  # the balances taken over, by key
+        self._told: dict[str, tuple[float, ...]] = {}  # balances taken over from Redis's replies, by key
         self.charges: dict[str, Charge] = {}
-        self._eased: dict[str, None] = {}  # nodes' paths, in the order in which their balances were refilled
+        self._eased: dict[str, None] = {}  # paths of nodes whose balances were refilled, in that order
 
-    # The steps of a request
+    # Handle the steps of a request.
 
     def arrive(self, r: Arriving, *, may_wait: bool = True) -> Lack | None:
-        """Charge an arriving request to the nodes that reject or demote; mark its charge if one demotes it.
-        Returns the reason and charges nothing if a node refuses the request; unless it `may_wait`, nodes that
-        queue refuse it, too."""
+        """Charge an arriving request to the nodes that reject or demote; mark its charge if a node demotes
+        it. If a node refuses the request, return the reason and charge nothing; unless the request
+        `may_wait`, nodes that queue refuse it, too."""
         nodes = self._nodes(r.flow)
         if not nodes:
             return None
@@ -175,8 +176,8 @@ class Quotas:
         return charge is not None and charge.demoted
 
     def lacking(self, request_id: str) -> tuple[str, float] | None:
-        """The highest node on a waiting request's path whose balance is short, by its name among its
-        siblings, and the ms until the balance suffices. None if the request may start."""
+        """The highest node on a waiting request's path whose balance is too low, by its name among its
+        siblings, and the ms until its balance suffices. None if the request may start."""
         charge = self.charges.get(request_id)
         if charge is None or charge.started:
             return None
@@ -186,7 +187,7 @@ class Quotas:
         return None
 
     def start(self, request_id: str) -> None:
-        """Charge a request that starts to the limits that have not charged it."""
+        """Charge a request that starts to those limits that have not yet charged it."""
         charge = self.charges.get(request_id)
         if charge is not None and not charge.started:
             charge.started = True
@@ -196,7 +197,7 @@ class Quotas:
                 self._log("charged", request_id)
 
     def use(self, request_id: str, usage: Usage) -> None:
-        """Correct a charge by the request's usage."""
+        """Correct a request's charge by its usage."""
         charge = self.charges.get(request_id)
         if charge is None or not self._nodes(charge.flow):
             return
@@ -208,7 +209,7 @@ class Quotas:
         self._log("used", request_id)
 
     def end(self, request_id: str, *, unserved: bool) -> None:
-        """End a request's charge; refund the charge of an `unserved` request whose usage is unknown."""
+        """End a request's charge; refund it if the request is `unserved` and its usage is unknown."""
         charge = self.charges.pop(request_id, None)
         if charge is None or not (nodes := self._nodes(charge.flow)):
             return
@@ -216,39 +217,40 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.started:  # this waiting request may have throttled its nodes
+        if not charge.started:  # while it waited, the request may have throttled its nodes
             queueing = (node for node in nodes if node.over_limit == "queue")
             self._eased |= {node.path: None for node in queueing if self._uncharged(node, charge)}
         if refunds and charge.limits:
             self._log("refunded", request_id)
 
     def end_elsewhere(self, flow: str) -> None:
-        """A request of `flow` ended that another replica started: this replica may start one in its place."""
+        """Record the end of a request of `flow` that another replica started, so that this replica may start
+        a request in its place."""
         for node in self._nodes(flow):
             for limit in node.limits:
                 if limit.unit == "parallel":
                     self._give_back(node, limit, 1)
 
     def eased(self) -> list[str]:
-        """The nodes that queue and whose next request may fit now: since the last call of this method they
-        got balance back, or a request stopped waiting. Each node has two names among its siblings, as a leaf
-        and as an inner node."""
+        """The queueing nodes whose next request may fit now, since they got balance back, or one of their
+        requests stopped waiting, after the last call of this method. Each node has two names among its
+        siblings: as a leaf and as an inner node."""
         found = [child for path in self._eased for child in (path, path + INNER)]
         self._eased.clear()
         return found
 
-    # What replies tell
+    # Report balances.
 
     def quota(self, request_id: str) -> str:
-        """The balances that the answer to a request shows, and whether the request was demoted."""
+        """The balances that a request's answer shows to the client, and whether the request was demoted."""
         charge = self.charges.get(request_id)
         if charge is None:
             return ""
         return ";".join(filter(None, (self.shown(charge.flow), "demoted=1" if charge.demoted else "")))
 
     def shown(self, flow: str) -> str:
-        """The balances that answers show (lua/lib/quotas.lua), for requests and for tokens: the limit with
-        the least fraction left, assuming that all replicas have as much left as this one."""
+        """The balances that answers show (lua/lib/quotas.lua): of the limits for requests and of those for
+        tokens, the one with the least part left, as if each replica had as much left as this replica."""
         worst = dict[str, tuple[float, Limit]]()
         for node in self._nodes(flow):
             for limit in node.limits:
@@ -264,7 +266,7 @@ class Quotas:
         return ";".join(parts)
 
     def take_over(self, flow: str, quota: str, at_ms: float) -> None:
-        """Take over this replica's share of the balances in the reply `quota`, valid at `at_ms`."""
+        """Take over this replica's share of the balances that Redis reported in `quota` at `at_ms`."""
         for part in quota.split(";"):
             kind, _, numbers = part.partition("=")
             if numbers.count(",") != 2:
@@ -272,17 +274,17 @@ class Quotas:
             burst, left, reset_ms = map(float, numbers.split(","))
             for node in self._nodes(flow):
                 for limit in node.limits:
-                    # The reply does not name the limit: recognise it by its burst and the time until it is
-                    # full.
+                    # A reply does not name its limit: recognise the limit by its burst and by the time
+                    # until its balance is full.
                     expected = max(limit.whole - reset_ms * limit.rate * self._live, 0.0)
-                    tolerance = 1 + limit.rate * self._live  # `reset_ms` and `left` are rounded
+                    tolerance = 1 + limit.rate * self._live  # since `reset_ms` and `left` are rounded
                     if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
                         self._put(limit.key, reset_ms * limit.rate, at_ms)
                         self._told[limit.key] = self.balances[limit.key]
 
     def granted(self) -> Iterator[Granted]:
-        """The amounts granted since the balances were taken over that are still owed, or spent in this
-        period. Does not count requests in flight."""
+        """The amounts that were granted since the balances were taken over, and are still owed or were spent
+        in this period. Does not count requests in flight."""
         for key, balance in self.balances.items():
             path = key.partition("\x1f")[0]
             node = self.tree.node(path)
@@ -292,10 +294,10 @@ class Quotas:
                     if amount > RESIDUE:
                         yield Granted(path, limit.unit, limit.per, amount)
 
-    # Balances
+    # Compute balances.
 
     def _nodes(self, flow: str) -> list[_Settings]:
-        """The nodes of a flow's path that have limits, from the top."""
+        """The nodes on a flow's path that have limits, the highest first."""
         found = ((path, self.tree.node(path)) for path in self.tree.paths(flow))
         nodes = [self._settings(path, node) for path, node in found if node is not None]
         return [node for node in nodes if node.limits]
@@ -315,7 +317,7 @@ class Quotas:
         return _Settings(path, node.over_limit, tuple(limits))
 
     def _lack(self, node: _Settings, charge: Charge) -> Lack | None:
-        """The uncharged limit of a node for which a request must wait longest; None if all suffice."""
+        """The uncharged limit of a node for which a request must wait longest; None if all limits suffice."""
         worst: Lack | None = None
         for limit in self._uncharged(node, charge):
             amount = self._estimate(limit.unit, charge)
@@ -351,7 +353,7 @@ class Quotas:
     def _take(self, limit: Limit, amount: float) -> None:
         taken, now_ms = self._taken(limit) + amount, self._now_ms()
         if limit.unit == "parallel":
-            # A count below 0 lets this replica run other replicas' part, too, but at most the whole limit.
+            # A count below 0 lets this replica run other replicas' share, too, but at most the whole limit.
             self._put(limit.key, max(taken, limit.burst - limit.whole))
         elif limit.unit == "budget":
             self._put(limit.key, period_of(limit.per, now_ms)[0], max(taken, 0.0))
@@ -374,7 +376,7 @@ class Quotas:
         return self._amount(unit, charge.model, Usage(charge.prompt, 0.0, charge.answer))
 
     def _amount(self, unit: str, model: str, usage: Usage) -> float:
-        """How many units a request takes."""
+        """How many units of a limit a request takes."""
         prompt, cached, answer = usage
         match unit:
             case "tokens":
@@ -390,12 +392,12 @@ class Quotas:
         return 1.0
 
     def _charged(self, charge: Charge) -> Iterator[tuple[_Settings, Limit]]:
-        """The limits that a request is charged, each with its node."""
+        """The limits to which a request is charged, each with its node."""
         for node in self._nodes(charge.flow):
             yield from ((node, limit) for limit in node.limits if limit.key in charge.limits)
 
     def _uncharged(self, node: _Settings, charge: Charge) -> list[Limit]:
-        """The limits of a node that have yet to charge a request."""
+        """The limits of a node that have not yet charged a request, but must."""
         if charge.demoted and node.over_limit == "demote":
             return []
         return [limit for limit in node.limits if limit.key not in charge.limits]
@@ -407,7 +409,7 @@ class Quotas:
 
 
 class ToldQuotas:
-    """Balances from the last reply for each of the MOST_KEPT latest flows; an outage begins with them."""
+    """The balances in Redis's last reply about each of the latest flows; an outage begins with them."""
 
     def __init__(self) -> None:
         self._by_flow: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -423,12 +425,12 @@ class ToldQuotas:
 
 
 def _kind(limit: Limit) -> str:
-    """How `quota` names a limit in replies; '' for `parallel` and `budget`."""
+    """The name by which replies show a limit; '' for `parallel` and `budget`, which replies do not show."""
     if not limit.rate:
         return ""
     return "requests" if limit.unit == "requests" else "tokens"
 
 
 def _child(path: str, flow: str) -> str:
-    """The name among its siblings of a node on a flow's path."""
+    """The name, among its siblings, of a node on a flow's path."""
     return flow if path == flow else path + INNER

@@ -1,7 +1,7 @@
-"""Reports to Redis which placed requests run or have ended, and faults of endpoints.
+"""Reports to Redis which placed requests run or have ended, and which endpoints have failed.
 
-Each call returns at once. The store repeats the report of an end until Redis takes it; a lease or a later
-report makes up for any other lost report.
+Each call returns at once. The store repeats the report of an end until Redis accepts it; any other report may
+be lost, since a lease or a later report makes up for it.
 """
 
 import asyncio
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
-_EVENT_BYTES = 256  # of an event with one token, in vLLM's streams of chat completions
+_EVENT_BYTES = 256  # size of an event with one token in a stream of chat completions by vLLM
 
 
 def ignore_loss(answer: asyncio.Future[Any]) -> None:
-    """Ignore the failure of a call: a lease or a repetition makes up for it."""
+    """Ignore the failure of a call, since a lease or a later call makes up for it."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _least_answer(completion: Completion) -> int:
-    """The least tokens of a stream, by its size: else a client could take more than its share and its limits
-    by not asking for usage, or by leaving before the last event."""
+    """The minimum number of tokens in a streamed answer, by its size. Without this minimum a client could
+    exceed its share and limits by not asking for usage, or by leaving before the last event."""
     is_stream = completion.content_type.startswith("text/event-stream")
     return completion.body_bytes // _EVENT_BYTES if is_stream else 0
 
 
 def _is_cut(completion: Completion) -> bool:
-    """Whether the answer ended after its first event, in which Anthropic's API reports 0 or 1 tokens."""
+    """Whether only an answer's first event arrived, in which Anthropic's API reports 0 or 1 answer tokens."""
     return completion.completion_tokens in (0, 1) and completion.outcome is not Outcome.COMPLETED
 
 
 def _tokens(completion: Completion) -> tuple[int | None, int | None]:
-    """The tokens of prompt and answer; None if unknown."""
+    """The numbers of tokens in prompt and answer; None if unknown."""
     answer = completion.completion_tokens
     if answer is not None and _is_cut(completion):
         answer = max(answer, _least_answer(completion))
@@ -55,20 +55,20 @@ def _tokens(completion: Completion) -> tuple[int | None, int | None]:
 
 
 def _usage(completion: Completion) -> tuple[int, int, int] | None:
-    """The tokens of prompt, cached prompt, and answer, as `Store.settle` takes them; None if unknown."""
+    """The numbers of tokens in prompt, cached prompt, and answer, for `Store.settle`; None if unknown."""
     prompt, answer = _tokens(completion)
     if prompt is not None and answer is not None:
         return prompt, min(completion.cached_tokens or 0, prompt), answer
     if 400 <= completion.status < 500 and completion.outcome is not Outcome.UPSTREAM_FAILED:
-        return 0, 0, 0  # the engine refused the request
+        return 0, 0, 0  # the engine refused the request, and so used no tokens
     least = max(answer or 0, _least_answer(completion))
     return (-1, -1, least) if least else None
 
 
 class Reports:
     """Sends the reports of one replica. The function `are_places_awaited` returns whether requests wait, so
-    that Redis must get each end soon. If the stock `counts_tokens`, an end reports the tokens used; if there
-    are tenants with limits (`has_tenants`), an end also reports the usage that corrects their charges."""
+    that Redis must learn of each end soon. If the stock counts tokens (`counts_tokens`), the report of an end
+    has the tokens used; with tenants (`has_tenants`), it has the usage that corrects their charges."""
 
     def __init__(
         self,
@@ -91,18 +91,18 @@ class Reports:
         self._answers = AnswerComparison()
 
     def settle(self, completion: Completion, token: str, entry: Entry | None) -> None:
-        """Report that a request has ended; `token` is its accounting token, '' if unknown. `entry`: None if
-        the request was never placed."""
+        """Report that a request has ended; `token` is its accounting token, '' if unknown; `entry` is its
+        entry in the ledger, None if it was never placed."""
         compared = self._answers.compare(completion, token)
         self.note_end(compared, token)
         answered = partial(self._on_answered_end, completion, token, entry)
         self._tell_end(compared, token).add_done_callback(answered)
 
     def note_end(self, completion: Completion, token: str) -> None:
-        """Record the latency and failures of endpoints from a request's end."""
+        """Record the latency and the faults of endpoints that a request's end shows."""
         if not completion.is_read:
             return
-        if token:  # if 'left', the request was never placed
+        if token:  # without a token, the request may never have been placed
             self._chooser.ended(completion, token)
         if completion.failed:
             self._note_failed(completion.failed)
@@ -132,7 +132,7 @@ class Reports:
             _log.warning("cannot connect to endpoint %s", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
-        """Report a request's end to Redis; the store keeps the call until Redis accepts it."""
+        """Report a request's end to Redis; the store repeats the call until Redis accepts it."""
         ignore_loss(self._tell_end(completion, completion.accounting_token))
 
     def _tell_end(self, completion: Completion, token: str) -> asyncio.Future[SettleReply]:
@@ -143,11 +143,11 @@ class Reports:
                 actual = float(prompt + answer_tokens)
                 prompt_size = accounting_token.prompt_size_of(token)
                 if _is_cut(completion):
-                    answer_tokens = prompt_size = None  # they would teach nothing
+                    answer_tokens = prompt_size = None  # do not let Redis learn from an incomplete answer
             elif least := _least_answer(completion):
                 actual = -float(least)
         if actual is None and 400 <= completion.status < 500:
-            actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
+            actual = 1.0  # the engine refused the request, and so used none of the tokens charged for it
         answer = self._store.settle(
             completion.id,
             completion.outcome,
@@ -163,7 +163,7 @@ class Reports:
         return answer
 
     def _note_failed(self, address: str) -> None:
-        """Mark an endpoint as down: it gets no request until probes succeed."""
+        """Mark an endpoint as down, so that it gets no request until probes succeed."""
         known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
         if known is not None and not known.down:
             _log.warning("cannot connect to endpoint %s", address)
@@ -172,8 +172,8 @@ class Reports:
     def _on_answered_end(
         self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
     ) -> None:
-        """Record that Redis has confirmed a request's end, or never will. Ignores a second answer, and
-        the answer to an earlier end."""
+        """Record that Redis has confirmed a request's end, or never will. Ignores a second answer, and an
+        answer to an earlier end of the request."""
         if entry is not None and not (entry.end is completion and self._ledger.confirm(entry)):
             return
         if answer.cancelled() or answer.exception() is not None:
@@ -181,12 +181,12 @@ class Reports:
         reply = answer.result()
         if reply.kind == "settled":
             self.count(completion, token, reply.model)
-            if accounting_token.is_alone(token):  # no replica that saw the request alive may restore it
+            if accounting_token.is_alone(token):  # keep replicas that saw the request run from restoring it
                 self._tombstone(completion)
         elif reply.kind == "unknown" and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
             self.count(completion, token, accounting_token.model_of(token))
-            if completion.accounting_token:  # the replica that placed the request may not see its end
+            if completion.accounting_token:  # the replica that placed the request may not learn of its end
                 self._tombstone(completion)
 
     def count(self, completion: Completion, token: str, model: str) -> None:
@@ -198,8 +198,8 @@ class Reports:
             self._record_usage(completion, accounting_token.flow_of(token), model)
 
     def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
-        """Report that a request may have ended: its client has gone. Report a waiting request again later:
-        its owner may still place it before learning that the client has gone."""
+        """Report that a request may have ended, since its client has gone. If the request waits, report this
+        again later: its owner may place it before it learns that the client has gone."""
 
         def told(answer: asyncio.Future[SuspicionReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
@@ -212,7 +212,7 @@ class Reports:
         def written(answer: asyncio.Future[TombstoneReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
             if not lost and answer.result() == "back":
-                self.tell_end(completion)  # another replica restored the request: settle the request
+                self.tell_end(completion)  # settle the request, which another replica has restored
 
         self._store.tombstone(completion.id).add_done_callback(written)
 

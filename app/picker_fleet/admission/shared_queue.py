@@ -2,11 +2,11 @@
 
 While Redis is in use, admission.py calls `admit`, which places or queues a request. A queued request waits
 for its grant, which arrives in the reply to any call, by a wake-up, or with a heartbeat. If any endpoint will
-do, the granting script also places the request, and the replica acknowledges the placement. If not, the
+do, the granting script also places the request, and the replica acknowledges the placement. Otherwise the
 replica asks for a placement after the grant, and the script may queue the request again. A replica that owns
 a stream renews its request's lease until the request ends. The field `attempt` numbers the streams of a
-request, so that a late call of a dead stream never affects the stream that took the request over. A stream
-with another flow, model or body digest (in `attempt`) may not take the request over.
+request, so that a late call of a dead stream never affects the stream that took the request over. Only a
+stream with the same flow, model and body digest (in `attempt`) may take a request over.
 """
 
 import asyncio
@@ -46,21 +46,21 @@ from picker_fleet.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-_DEMOTED = "demoted=1"  # the end of the quota of a demoted request (lua/lib/quotas.lua)
-# Redis expires queued requests; this replica's own timer for a request fires this many seconds later, if no
-# notification came.
+_DEMOTED = "demoted=1"  # the quota text of a demoted request ends with this (lua/lib/quotas.lua)
+# Redis expires queued requests. If its notification does not arrive, this replica's own timer fires this many
+# seconds after the expiry.
 _EXPIRY_SLACK_S = 0.05
-# Answer an expired request within this time, even if Redis does not answer (G5).
+# Answer an expired request within this many seconds, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
-# Repeat an admission this many times while the replicas rebuild a lost shared state.
+# Try an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _ID_CHECK_S = 0.005  # seconds between checks whether another request with the same id is admitted
 _TAKEN_OVER = "taken over by a newer stream"
 _LONGEST_RETRY_S = 60
-_CHUNK = 512  # maximum registrations in flight at a time; the store sends 16 in a call
-# Send the age of a request younger than this as 0. Ages are whole ms, and another process may have had the
-# core since the arrival, so a tiny age could let a request overtake earlier requests in its message.
+_CHUNK = 512  # maximum registrations in flight at a time; the store sends 16 registrations in a call
+# Send an age of fewer seconds as 0. Ages are whole ms, and another process may have had the CPU core since
+# the request arrived, so a tiny age could let the request overtake earlier requests in its message.
 _YOUNG_S = 0.01
 
 
@@ -70,8 +70,8 @@ class Waiter(msgspec.Struct, eq=False):
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
-    acknowledgement. `error`: why the wait ends without a verdict. `placed`: the placement, without endpoints
-    until it is made. `loads`: the endpoints' loads at that time.
+    acknowledgement. `error`: the error that ends the wait without a verdict. `placed`: the placement, without
+    endpoints until it is made. `loads`: the endpoints' loads when the placement was made.
     """
 
     request: InferenceRequest
@@ -87,7 +87,7 @@ class Waiter(msgspec.Struct, eq=False):
     error: RequestError | None = None
 
     async def until(self, answer: asyncio.Future[AnyVerdict]) -> AnyVerdict:
-        """Wait for `answer`. Raises `error` if the wait is ended, even if `answer` has just come."""
+        """Wait for `answer`. Raises `error` if the wait is ended, even if `answer` has just arrived."""
         if self.error is None:
             self.awaited = answer
             verdict = await answer
@@ -107,8 +107,8 @@ class SharedQueue:
     """This replica's requests in the shared queue. All calls come from one event loop.
 
     The attribute `retry_after_s` is the Retry-After of requests refused after a wait; `expected_wait_s` is
-    the time to dispatch all waiting requests. Membership sets both. The queue calls `on_unknown_pool` when
-    the shared state has lost the pool. `tenants` returns the limits that refusals name.
+    the time to dispatch all waiting requests. `Membership` sets both attributes. The queue calls
+    `on_unknown_pool` when the shared state has lost the pool. `tenants` returns limits that refusals name.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class SharedQueue:
         self._attempts, self._traces, self._tenants = attempts, traces, tenants
         self.retry_after_s = 1
         self.expected_wait_s = 0.0
-        self.fleet_queued = 0  # number of the fleet's queued requests at the last heartbeat or dispatch
-        self._queued = 0  # number of this replica's queued requests, part of `_waiting`
+        self.fleet_queued = 0  # number of the fleet's queued requests as of the last heartbeat or dispatch
+        self._queued = 0  # number of requests in `_waiting` that Redis has queued
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class SharedQueue:
 
     @property
     def places_are_awaited(self) -> bool:
-        """Whether any request of the fleet is queued, so that Redis must get the end of each request soon.
+        """Whether any request of the fleet is queued, so that Redis must learn of each request's end soon.
         Other replicas' queued requests are as counted at the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
@@ -152,7 +152,7 @@ class SharedQueue:
         await self._any_waiting.wait()
 
     def new_waiter(self, request: InferenceRequest, wait: Wait) -> Waiter:
-        # `pool.early_ms` in lua/lib/pool.lua reads the part after the hyphen.
+        # `pool.early_ms` in lua/lib/pool.lua reads the part of the attempt after the hyphen.
         early = f"-{request.early_ms}" if request.early_ms else ""
         attempt = f"{next(self._attempts)}{early}.{request.digest}"
         return Waiter(request, attempt, wait.arrived_s, self._loop.create_future())
@@ -161,7 +161,7 @@ class SharedQueue:
         """Refuse a sheddable request whose latency objective every endpoint is predicted to miss.
 
         Raises:
-            TooSlow: the request is refused; Retry-After is the time by which the fastest endpoint is late.
+            TooSlow: the request is refused; its Retry-After is how late the fastest endpoint would be.
         """
         if request.band.criticality is not Criticality.SHEDDABLE:
             return
@@ -186,11 +186,11 @@ class SharedQueue:
         ):
             if not displaced.asking:
                 raise RequestIdTaken()
-            await asyncio.sleep(_ID_CHECK_S)  # Redis has not yet decided on the request that has this id
+            await asyncio.sleep(_ID_CHECK_S)  # Redis has not yet decided on the other request with this id
         if displaced is not None:
-            # Envoy sent the request again over a new stream; the old stream has lost its client.
+            # Envoy has sent the request again over a new stream, so the old stream has lost its client.
             _fail(displaced.notification, ClientGone(_TAKEN_OVER))
-            displaced.notification.exception()  # the displaced task may have ended: let asyncio not warn
+            displaced.notification.exception()  # marks it as read: the displaced task may have ended
         self._waiting[request.id] = waiter
         verdict: AnyVerdict | None = None
         try:
@@ -205,8 +205,8 @@ class SharedQueue:
             if waiter.placed.quota.endswith(_DEMOTED):
                 self._metrics.demoted(request.flow, self._tenants())
         except (asyncio.CancelledError, RequestError) as fault:
-            # Undo the admission in case Redis received it. Redis changed nothing if it refused the request,
-            # or the call for lack of memory.
+            # Undo the admission in case Redis received it. If Redis refused the request, or refused the call
+            # for lack of memory, it changed nothing.
             may_count = waiter.error is not None or isinstance(
                 fault, asyncio.CancelledError | StateFault | RequestIdTaken
             )
@@ -222,7 +222,7 @@ class SharedQueue:
         ignore_loss(self._store.cancel(request_id, attempt, why))
 
     def give_up(self) -> None:
-        """End every wait with StateUnavailable; Redis receives the cancels when it answers again."""
+        """End every wait with StateUnavailable; Redis gets the cancellations when it answers again."""
         for waiter in self._waiting.values():
             if waiter.error is None:
                 waiter.end(StateUnavailable("Redis is unavailable", retry_after_s=1))
@@ -232,8 +232,8 @@ class SharedQueue:
             waiter.end(ShuttingDown())
 
     def drop_expired(self) -> None:
-        """End each wait for an answer of Redis that exceeds the request's TTL (G5). Each wait in the queue
-        has its own timer."""
+        """End each wait for an answer of Redis that exceeds the request's TTL (G5). A wait in the queue has a
+        timer of its own."""
         now_s = self._clock()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
@@ -243,7 +243,7 @@ class SharedQueue:
                 waiter.end(error)
 
     async def _queue(self, waiter: Waiter, verdict: Queued) -> Placed:
-        """Count the request as queued until it is placed; raise every refusal."""
+        """Count the request as queued until it is placed. Raises every refusal."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request, 1)
         self._any_waiting.set()
@@ -255,7 +255,7 @@ class SharedQueue:
             self._metrics.waiting(request, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Queued) -> Placed:
-        """Wait until the request is placed; Redis may grant and requeue it any number of times."""
+        """Wait until the request is placed. Redis may grant and requeue the request any number of times."""
         while True:
             turn = await self._turn(waiter, verdict)
             if isinstance(turn, Placed):
@@ -264,7 +264,7 @@ class SharedQueue:
             if answer is None:
                 if self._waiting.get(waiter.request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
-                # The grant was lost with the shared state, or expired: admit the request again with its age.
+                # The grant expired, or was lost with the shared state: admit the request again, with its age.
                 waiter.notification = self._loop.create_future()
                 answer = await self._admit_known(waiter)
             if isinstance(answer, Placed):
@@ -272,9 +272,9 @@ class SharedQueue:
             verdict = answer
 
     async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
-        """Place a granted request. None: the request must be admitted again. Raises every refusal."""
+        """Place a granted request. Returns None if it must be admitted again. Raises every refusal."""
         request = waiter.request
-        # Make the new future before the call: Redis may queue and grant the request before its task runs.
+        # Make the new future before the call: Redis may requeue and grant the request before its task runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
@@ -289,13 +289,13 @@ class SharedQueue:
         return self._chosen(waiter, choice, answer)
 
     def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict) -> bool:
-        """Whether Redis refused `request` for lack of an endpoint, but may find one if it chooses among all:
-        endpoints may have been replaced since this replica read their list."""
+        """Whether Redis found no endpoint for `request` but may find one among all endpoints, since endpoints
+        may have been replaced after this replica read their list."""
         none_found = isinstance(verdict, Refused) and verdict.reason is Refusal.NO_ENDPOINTS
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
     async def _admit_known(self, waiter: Waiter) -> Placed | Queued:
-        """Admit a request; retry while Redis lacks the pool's state. Raises refusals."""
+        """Admit a request; retry while Redis lacks the pool's state. Raises every refusal."""
         request = waiter.request
         # During a pause Envoy may have closed this stream and sent its request to another replica.
         await self.pause_detector.wait_for_backlog()
@@ -312,7 +312,7 @@ class SharedQueue:
         raise StateUnavailable("the pool's state in Redis is being rebuilt", retry_after_s=1)
 
     def _ask(self, waiter: Waiter, choice: Choice, now_s: float) -> asyncio.Future[AnyVerdict]:
-        """Ask Redis to admit a request, which gets its age at `now_s`."""
+        """Ask Redis to admit a request, with its age at `now_s`."""
         age_s = now_s - waiter.arrived_s
         age_s = age_s if age_s > _YOUNG_S else 0.0
         answer = self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s, choice.prefill)
@@ -322,7 +322,7 @@ class SharedQueue:
 
     def _chosen(self, waiter: Waiter, choice: Choice, verdict: AnyVerdict) -> Placed | Queued | None:
         """Report the outcome of `choice` to the chooser. Returns None if Redis does not know the pool or the
-        request; raises every refusal."""
+        request. Raises every refusal."""
         request = waiter.request
         if isinstance(verdict, Placed):
             waiter.loads = self._chooser.placed(
@@ -339,7 +339,7 @@ class SharedQueue:
         return None
 
     def _refusal(self, request: InferenceRequest, verdict: AnyVerdict) -> RequestError | None:
-        """Count and return the error with which `verdict` ends `request`; None if the request goes on."""
+        """Count and return the error with which `verdict` ends `request`; None if the request continues."""
         error = refusal(verdict, request, self.retry_after_s, self._tenants())
         if error is None:
             return None
@@ -356,7 +356,8 @@ class SharedQueue:
         return error
 
     async def _turn(self, waiter: Waiter, queued: Queued) -> Placed | None:
-        """Wait for the grant of a queued request. Returns Placed if the grant placed it; raises refusals."""
+        """Wait for the grant of a queued request. Returns Placed if the grant placed the request, else None.
+        Raises every refusal."""
         late = TimeoutError()
         timer = self._loop.call_later(queued.left_s + _EXPIRY_SLACK_S, _fail, waiter.notification, late)
         verdict: AnyVerdict
@@ -373,15 +374,15 @@ class SharedQueue:
         return verdict if isinstance(verdict, Placed) else None
 
     async def _expire(self, waiter: Waiter) -> Verdict:
-        """Report an expiry to Redis. Returns GRANTED if Redis granted the request first, else EXPIRED."""
-        # The store sends the expiry to Redis even if the answer is late.
+        """Report an expired request to Redis. Returns GRANTED if Redis granted it first, else EXPIRED."""
+        # The store sends the expiry to Redis even if this method no longer waits for the answer.
         expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
         await asyncio.wait((expiry,), timeout=_EXPIRY_ANSWER_S)
         is_granted = expiry.done() and expiry.exception() is None and expiry.result() == "granted"
         return Verdict.GRANTED if is_granted else Verdict.EXPIRED
 
     def dequeued(self, attempts: int, successes: int) -> None:
-        """Record that a call of this replica tried to dispatch queued requests of any replica."""
+        """Record that Redis, in a call of this replica, tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
             self.fleet_queued = 1  # at least one request is queued; the next heartbeat has the number
@@ -391,7 +392,7 @@ class SharedQueue:
         repeated, late or unknown notification changes nothing.
 
         Returns True if the notification is the first for a waiting request. A grant for a request that
-        neither waits nor runs here means that Redis lost the request's end: give the grant back.
+        neither waits nor runs here shows that Redis lost the request's end: return the grant to Redis.
         """
         request_id, verdict = notification.request_id, notification.verdict
         waiter = self._waiting.get(request_id)
@@ -402,7 +403,7 @@ class SharedQueue:
                 and not self.pause_detector.resumed_recently  # else another replica owns the request
             ):
                 return self._on_placed(waiter, verdict)
-            verdict = Verdict.GRANTED  # ask Redis for a placement, as after any grant
+            verdict = Verdict.GRANTED  # ask Redis for a placement, as after a grant without placement
         if waiter is not None:
             return _notify(waiter.notification, verdict)
         entry = self._ledger.get(request_id)
@@ -412,8 +413,8 @@ class SharedQueue:
         return False
 
     def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
-        """Redis granted and placed a request in one call: acknowledge the placement. Redis may repeat the
-        notification until it has the acknowledgement. Returns as `notified`."""
+        """Acknowledge that Redis granted and placed a request in one call. Redis may repeat the notification
+        until it has the acknowledgement. Returns as `notified`."""
         if not _notify(waiter.notification, verdict):
             return False
         request, attempt, waiter.unacknowledged = waiter.request, waiter.attempt, True
@@ -433,23 +434,23 @@ class SharedQueue:
         return True
 
     def is_placing(self, request_id: str) -> bool:
-        """Whether Redis has yet to answer the placement of a granted request."""
+        """Whether Redis has not yet answered the call that places a granted request."""
         waiter = self._waiting.get(request_id)
         return waiter is not None and waiter.placing
 
     async def register_again(self) -> bool:
-        """Register owned streams, then waiting requests, oldest first, with a shared state that lost them.
+        """Register requests that the shared state lost: owned streams, then waiting requests, oldest first.
 
-        Returns False if Redis did not take some requests; the caller may repeat the call.
+        Returns False if Redis did not accept some requests; the caller may repeat the call.
         """
         await self.pause_detector.wait_for_backlog()  # streams may have closed during a pause
-        # Wait for the renewals: if Redis is slow, admissions sent together with renewals would overtake the
-        # renewals and find the whole stock free.
+        # Wait for the renewals: if Redis is slow, admissions sent together with them would overtake them and
+        # find the whole stock free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
-        # Read the clock once: a pause of the process between two readings would reverse the requests' order.
+        # Read the clock once: a pause of this process between two readings would reverse the requests' order.
         now_s = self._clock()
         for at in range(0, len(waiters), _CHUNK):
             async with asyncio.TaskGroup() as tasks:
@@ -467,7 +468,7 @@ class SharedQueue:
         asking = self._ask(waiter, choice, now_s)
         await asyncio.wait((asking, waiter.notification), return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
-            asking.cancel()  # if sent again late, the call would admit a request that has ended
+            asking.cancel()  # sent again later, the call would admit a request that has ended
             return True
         try:
             verdict = self._chosen(waiter, choice, asking.result())
@@ -476,15 +477,15 @@ class SharedQueue:
         except RequestError as error:
             if not waiter.notification.done():
                 waiter.notification.set_exception(error)
-                waiter.notification.exception()  # the waiting task may have ended: let asyncio not warn
+                waiter.notification.exception()  # marks it as read: the waiting task may have ended
             return True
         if isinstance(verdict, Placed):
             _notify(waiter.notification, verdict)
         return verdict is not None
 
     def renew_owned_streams(self, *, is_due: bool = False) -> list[asyncio.Future[Renewal]]:
-        """Renew the lease of every owned stream; if the renewal `is_due`, only as `Entry.renewal` says. The
-        caller need not await the answers."""
+        """Renew the lease of every request whose stream this replica owns; if `is_due`, only the leases that
+        `Entry.renewal` selects. The caller need not await the answers."""
         answers = [
             self._store.renew(entry.id, entry.attempt, entry.endpoint, token)
             for entry in self._ledger.owned()
@@ -496,7 +497,7 @@ class SharedQueue:
 
 
 def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bool:
-    """Resolve `notification` to `verdict`. Returns False if the future was resolved before."""
+    """Resolve the future `notification` to `verdict`. Returns False if it was resolved before."""
     if notification.done():
         return False
     notification.set_result(verdict)

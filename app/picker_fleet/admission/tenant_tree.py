@@ -1,4 +1,4 @@
-"""The order of a node's children: start-time fair queueing, in a band and in its tree of tenants. Pure.
+"""The order of a node's children by start-time fair queueing, in a band and in its tree of tenants. Pure.
 
 A band is the root of its tree. Without tenants the children of the root are the flow queues. With tenants a
 flow is a path: acme/search/key-17 is a leaf below the inner nodes acme and acme/search.
@@ -33,16 +33,16 @@ from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 NEWCOMERS = 100
-INNER = "\x1e"  # ends the name of an inner node among its siblings; flows lack this character
+INNER = "\x1e"  # ends the name of an inner node among its siblings; no flow contains this character
 
 M = TypeVar("M")
 
 
 class ScoredSet(Generic[M]):
-    """A set of members ordered by score, ties by name, like a sorted set of Redis.
+    """A set of members in order of score, ties by name, like a sorted set of Redis.
 
     The method `first` takes O(log n) amortised: entries of removed or moved members stay in the heap until
-    they reach its top.
+    they reach the top of the heap.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class ScoredSet(Generic[M]):
         return None
 
     def lowest(self, count: int) -> list[M]:
-        """The first `count` members in order; takes O(n)."""
+        """The `count` members with the lowest scores, in order; takes O(n)."""
         return [entry[3] for entry in heapq.nsmallest(count, self._entries.values())]
 
     def last(self) -> M:
@@ -99,9 +99,9 @@ class Order:
     """The backlogged children of one node in a band's tree, in the order of start-time fair queueing.
 
     A child is a flow queue, by its name, or an inner node, by its path and INNER. `turns` has the children
-    that take turns, and `throttled` the start tags of those that do not; `finish` has the tags of children
-    when they were last backlogged. `v` is the virtual time: the greatest start tag served, not counting
-    service by the guard. `newcomers` is the common tag of the children that started at v, charged as one.
+    that take turns; `throttled` has the start tags of children that take none; `finish` has the tags that
+    children had when they were last backlogged. `v` is the virtual time: the greatest start tag served, not
+    counting service by the starvation guard. `newcomers` is the common tag of all children that started at v.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Order:
         return self.v
 
     def set_tag(self, child: str, tag: float) -> None:
-        """Move a backlogged child to `tag`."""
+        """Move a backlogged child to the start tag `tag`."""
         if child in self.turns:
             self.turns.put(child, tag, child)
         else:
@@ -147,8 +147,8 @@ class Order:
 
 
 class Level(NamedTuple):
-    """One step of a path through a band's tree: a node's `order`, and its `child` on the path. The node that
-    the child stands for has the path `path`."""
+    """One step of a path through a band's tree: a node's `order`, and the name `child` of its child on the
+    path. That child's own path is `path`."""
 
     order: Order
     child: str

@@ -1,11 +1,11 @@
-"""Tombstones of the ends that a replica received recently, which keep other replicas from restoring ended
-requests (G6, G8; docs/redis.md, "The way back").
+"""Tombstones of requests whose ends a replica received recently. They keep other replicas from restoring
+ended requests (G6, G8; docs/redis.md, "The way back").
 
 When a replica that was without Redis resyncs, it restores the requests that it saw running recently. Another
 replica may have received the end of such a request meanwhile. So every replica remembers each end for longer
-than a resync looks back for signs of life. When a heartbeat shows that a peer is degraded, the replica
-publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing replica
-waits until its peers confirm in their heartbeats that they have published their ends.
+than a resync looks back. When a heartbeat shows that a peer is degraded (has state that Redis lacks), the
+replica publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing
+replica waits until its peers confirm in their heartbeats that they have published their ends.
 """
 
 import asyncio
@@ -21,16 +21,15 @@ from picker_fleet.domain.request import Outcome
 from picker_fleet.state.replies import TombstoneReply
 from picker_fleet.state.store import Store
 
-_CHUNK = 512  # maximum tombstones in flight at a time; the store sends 16 in a call
+_CHUNK = 512  # maximum tombstones in flight at a time; the store sends 16 tombstones in a call
 
 
 class Tombstones:
     """Publishes the ends of requests that `replica` has received. All calls come from one event loop.
 
-    The ledger `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone.
-    The function `may_publish` returns whether Redis is in use; `may_settle` returns whether Redis also has
-    every request that this replica placed during the outage. The function `heartbeat_now` sends a heartbeat
-    at once.
+    `ledger` has the recent ends, each with the epoch of the shared state that has its tombstone. The function
+    `may_publish` returns whether Redis is in use; `may_settle` returns whether Redis also has every request
+    that this replica placed during the outage. The function `heartbeat_now` sends a heartbeat at once.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class Tombstones:
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
         self._peer_degraded = False
-        self._peer_resyncs: frozenset[str] = frozenset()  # peer -> number of its last resync
-        self._answered: frozenset[str] = frozenset()  # peers' resyncs for which all ends are published
+        self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each peer, as `PEER:NUMBER`
+        self._answered: frozenset[str] = frozenset()  # resyncs of peers for which all ends are published
         self._published_epoch = ""
         self._peers: Mapping[str, PeerState] = {}
         self._resyncs = 0
@@ -73,21 +72,21 @@ class Tombstones:
 
     @property
     def is_due(self) -> bool:
-        """Whether a peer waits until this replica has published its ends."""
+        """Whether a peer waits for this replica to publish the ends that it received."""
         return self._due.is_set()
 
     def ends(self) -> list[Entry]:
-        """The requests that ended within `keep_s`, for longer than a resync looks back for signs of life."""
+        """The requests that ended within `Ledger.keep_s` seconds, a longer time than a resync looks back."""
         return self._ledger.ended_since(self._clock() - self._ledger.keep_s)
 
     def add(self, entry: Entry) -> None:
-        """Publish the tombstone of an ended request if a peer is degraded."""
+        """Publish the tombstone of an ended request if a peer is degraded (has state that Redis lacks)."""
         if self._peer_degraded and self._may_publish():
             self._publish_end(entry)
 
     def heartbeat_fields(self) -> dict[str, object]:
-        """Fields for peers: how often this replica has begun to resync, and the peers' resyncs for which it
-        has published all ends that it had received by then."""
+        """Heartbeat fields for peers: how often this replica has begun to resync, and the resyncs of peers
+        for which it has published all ends that it had received by then."""
         return {"resyncs": self._resyncs, "answered": sorted(self._answered)}
 
     def update_peers(self, replicas: Mapping[str, PeerState]) -> None:
@@ -96,7 +95,7 @@ class Tombstones:
         self._peer_degraded = any(state.degraded for _, state in others)
         self._peer_resyncs = frozenset(_mark(name, state.resyncs) for name, state in others if state.resyncs)
         self._answered &= self._peer_resyncs
-        # Count a completed resync too: it may have restored requests that have ended.
+        # A peer's completed resync counts, too: it may have restored requests that have ended.
         lost = self._published_epoch != self._epoch() and (self._peer_degraded or bool(self._peer_resyncs))
         if self._peer_resyncs - self._answered or lost:
             self._due.set()
@@ -106,11 +105,11 @@ class Tombstones:
         """Publish the ends of requests whenever a peer needs the tombstones, until cancelled."""
         while True:
             await self._due.wait()
-            with contextlib.suppress(StateFault):  # retried with the next heartbeat
+            with contextlib.suppress(StateFault):  # the next heartbeat leads to a retry
                 await self.answer_peers()
 
     async def answer_peers(self) -> None:
-        """Publish the ends of requests, and confirm that to the peers that resync. Raises as `publish`."""
+        """Publish the ends of requests, and confirm this to peers that resync. Raises as `publish`."""
         self._due.clear()
         if not self._may_publish():
             return
@@ -125,7 +124,7 @@ class Tombstones:
         self._resyncs += 1
 
     async def publish(self) -> None:
-        """Write a tombstone for each end that has none in the current epoch of the shared state.
+        """Write a tombstone for each end without a tombstone in the current epoch of the shared state.
 
         Raises:
             StateUnavailable: Redis does not answer.
@@ -152,8 +151,8 @@ class Tombstones:
     async def wait_for_peers(self, live: tuple[str, ...]) -> None:
         """Wait until all `live` replicas have published the ends that they received before this resync.
 
-        Waits at most `peers_wait_s`: a dead replica never publishes its ends, and a degraded one publishes
-        them when it resyncs itself.
+        Waits at most `peers_wait_s` seconds: a dead replica never publishes its ends, and a degraded replica
+        publishes its ends when it resyncs itself.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._peers_wait_s):
@@ -178,7 +177,7 @@ class Tombstones:
         return answer
 
     def _epoch(self) -> str:
-        """Names shared state and connection: if the name changes, Redis may lack tombstones."""
+        """A name of shared state and connection: when the name changes, Redis may lack tombstones."""
         return f"{self._store.epoch} {self._store.connection_epoch}"
 
 

@@ -1,4 +1,4 @@
-"""A request's wait, in the shared or the local queue, and the errors with which it may end."""
+"""A request's wait in the shared or local queue, and the errors with which a wait may end."""
 
 import math
 
@@ -26,26 +26,26 @@ from picker_fleet.domain.tenants import Tree
 from picker_fleet.state.replies import AnyVerdict, Placed, Queued, Refused, Verdict
 from picker_fleet.state.schema import Refusal
 
-# The queue's reason for a refusal -> the error and its message; tenants' limits have messages of their own.
+# The error and message for each reason for which the queue refuses a request, except for tenants' limits.
 REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
     Refusal.NO_ENDPOINTS: (NoEndpoints, "no endpoint is ready that may serve this request"),
-    Refusal.SATURATED: (Saturated, "the fleet is saturated, and this request may not wait"),
+    Refusal.SATURATED: (Saturated, "the fleet is saturated, and requests of this band may not wait"),
     Refusal.INSUFFICIENT_FLOW_CAPACITY: (
         InsufficientFlowCapacity,
-        "this flow has reached its capacity in the queue",
+        "this request's flow has reached its capacity in the queue",
     ),
     Refusal.TOO_MANY_FLOWS: (TooManyFlows, "the queue has reached its maximum number of flows"),
-    Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this band is full"),
-    Refusal.BAND_BYTES: (BandBytes, "the request bodies queued in this band have reached its byte limit"),
+    Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this request's band is full"),
+    Refusal.BAND_BYTES: (BandBytes, "the bodies queued in this request's band have reached its byte limit"),
     Refusal.TOTAL_CAPACITY: (TotalCapacity, "the queue is full"),
 }
 
 
 class Wait(msgspec.Struct, eq=False):
     """A request's time in the queue. A request that moves between the shared and the local queue continues
-    the same wait.
+    its wait.
 
-    The metric `epp_queue_latency_seconds` counts the wait once, when its outcome is known.
+    The metric `epp_queue_latency_seconds` counts each wait once, when the wait's outcome is known.
     """
 
     arrived_s: float  # event-loop time
@@ -53,8 +53,8 @@ class Wait(msgspec.Struct, eq=False):
 
 
 def time_up(request: InferenceRequest, retry_after_s: int, tenants: Tree | None = None) -> RequestError:
-    """The error of a request that expired in the queue: 504 for the client's deadline, 503 for the TTL. The
-    message names the nodes of `tenants` for whose limits the request may have waited."""
+    """The error of a request that expired in the queue: 504 if the client's deadline passed, 503 after the
+    TTL. The message names the nodes of `tenants` for whose limits the request may have waited."""
     if request.by_client:
         return DeadlineExceeded(f"the client's deadline of {request.ttl_s:g} s passed in the queue")
     nodes = {path: tenants.node(path) for path in tenants.paths(request.flow)} if tenants else {}
@@ -66,7 +66,7 @@ def time_up(request: InferenceRequest, retry_after_s: int, tenants: Tree | None 
 def refusal(
     verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int, tenants: Tree | None = None
 ) -> RequestError | None:
-    """The error with which `verdict` ends `request`; None if the request goes on.
+    """The error with which the queue's `verdict` ends `request`; None if the request continues.
 
     A refusal has its own Retry-After; `retry_after_s` is the Retry-After of requests that have waited.
     `tenants` has the limits that the messages of refusals name.
@@ -89,17 +89,17 @@ def refusal(
         case Verdict.FOREIGN:
             return RequestIdTaken()
         case Verdict.EVICTED:
-            return Evicted("an operator removed it, or changed a tenant's limit", retry_after_s=retry_after_s)
+            return Evicted("evicted by an operator or a tenant's changed limit", retry_after_s=retry_after_s)
 
 
 def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:
-    """The message for a request beyond `limit`, a text `UNIT PER_MS PATH` as in state/store.py."""
+    """The message for a request beyond `limit`, a text `UNIT PER_MS PATH` (state/store.py)."""
     unit, path, told, _ = _parsed(limit, tenants)
     return f"{path}: {told or f'its limit of {_words(unit)} is used up'}; retry in {wait_s} s"
 
 
 def _over_burst(limit: str, request: InferenceRequest, tenants: Tree | None) -> str:
-    """The message for a request that is larger than `limit` can ever allow."""
+    """The message for a request that is larger than `limit` allows at any time."""
     unit, path, _, most = _parsed(limit, tenants)
     prompt, answer = request.prompt_tokens, request.answer_tokens
     needs = {"requests": 1.0, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": prompt + answer}
@@ -110,7 +110,7 @@ def _over_burst(limit: str, request: InferenceRequest, tenants: Tree | None) -> 
 
 
 def _parsed(limit: str, tenants: Tree | None) -> tuple[str, str, str, float | None]:
-    """Unit and path of a text `UNIT PER_MS PATH`, the limit in words, and the most that it allows at once."""
+    """The unit and path in a text `UNIT PER_MS PATH`, the limit in words, and the most it allows at once."""
     unit, _, rest = limit.partition(" ")
     per, _, path = rest.partition(" ")
     node = None if tenants is None else tenants.node(path)

@@ -1,9 +1,9 @@
 """The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when the certificate's files change.
 
-`serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: notifications do not
-follow symbolic links, which Kubernetes uses for Secrets. New connections get the new certificate; open
-connections keep the old one. Unusable files leave the certificate in use and are logged once. Without files
-the replica signs its own certificate, which clients cannot verify: such clients must accept any certificate.
+`serve.py` makes a `Certificates` for each TLS port. The replica checks the files every `RELOAD_S` seconds:
+file notifications do not follow symbolic links, which Kubernetes uses for Secrets. New connections get the
+new certificate; open connections keep the old one. If new files are unusable, the replica logs this once and
+keeps its certificate. Without files the replica signs its own certificate, which clients cannot verify.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from picker_fleet.domain.units import split_host_port
 RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
 SHUTDOWN_S: Final = 5.0
-_HANDSHAKES = 256  # maximum concurrent handshakes on a port
-MAX_TLS_CONNECTIONS: Final = 1024  # limit of TLS connections on a port; each may take a quarter of a MiB
+_HANDSHAKES = 256  # maximum concurrent TLS handshakes on a port
+MAX_TLS_CONNECTIONS: Final = 1024  # maximum TLS connections on a port; each may take 256 KiB of memory
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
 _SELF_SIGNED = (
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Files(NamedTuple):
-    """The contents of a certificate's files, as PEM. `client_ca` is empty if clients need no certificate."""
+    """The contents of a port's certificate files; `client_ca` is empty if clients need no certificate."""
 
     cert: bytes
     key: bytes
@@ -52,10 +52,10 @@ class _Files(NamedTuple):
 
 
 class Certificates:
-    """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
+    """A port's certificate and key, for TLS by asyncio (`context`) and by grpcio (`grpc_credentials`).
 
-    New files replace `context`: read the attribute for each handshake. `name` is the section of the
-    configuration, `protocol` the protocol name that ALPN offers.
+    New files replace `context`, so read this attribute for each handshake. `name` is the section of the
+    configuration; `protocol` is the protocol name that ALPN offers.
     """
 
     def __init__(self, tls: Tls, name: str, protocol: str) -> None:
@@ -72,7 +72,7 @@ class Certificates:
         self.version = 1
 
     def client_context(self) -> ssl.SSLContext:
-        """A TLS context for calls to other replicas: accepts any certificate, presents this replica's own."""
+        """A TLS context for calls to other replicas: it accepts any certificate and presents its own."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -82,13 +82,13 @@ class Certificates:
         return context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for grpcio; handshakes with these always use the current certificate."""
+        """Credentials for grpcio; each handshake uses the current certificate."""
         fetched = 0
 
-        def fetch() -> Any:  # called for each handshake, in one of gRPC's threads
+        def fetch() -> Any:  # grpcio calls this function for each handshake, in a thread of its own
             nonlocal fetched
             if fetched == self.version:
-                return None  # unchanged
+                return None  # the certificate is unchanged
             fetched = self.version
             return self._grpc_configuration()
 
@@ -96,7 +96,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
 
     def reload(self) -> bool:
-        """Read changed files; log an expired certificate once. Returns whether new files are in use."""
+        """Read changed files; log an expired certificate once. Returns whether new files are now in use."""
         if time.time() > self._expires_s:
             _log.error("%s: the certificate has expired: clients that verify it refuse it", self._name)
             self._expires_s = float("inf")
@@ -121,7 +121,7 @@ class Certificates:
             self.reload()
 
     def _look(self) -> tuple[object, ...]:
-        """The time, inode and size, or the error, of each file; a different result shows a changed file."""
+        """The time, inode and size of each file, or its error; the result differs if a file has changed."""
         found: list[object] = []
         for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
             try:
@@ -145,7 +145,7 @@ class Certificates:
     def _context_of(self, files: _Files) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed TLS session would not be checked against the current client CA.
+        # Forbid TLS sessions that resume: their clients would not be checked against the current client CA.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
         context.set_alpn_protocols([self._protocol])
@@ -181,17 +181,17 @@ async def serve(
 
 
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
-    """Bounds the TLS handshakes of a port. Call the result for each new connection, with a factory of the
-    protocol that takes over the connection after the handshake."""
+    """Limits the concurrent TLS handshakes of a port. Call the result for each new connection, with a factory
+    of the protocol that takes over the connection after its handshake."""
     under_way = OrderedDict[_Handshake, None]()
     return lambda protocol: _Handshake(protocol, certificates, under_way)
 
 
 class _Handshake(asyncio.Protocol):
-    """A new connection until its TLS handshake ends; then the protocol that `protocol` makes takes over.
+    """Handles a new connection until its TLS handshake ends; then the protocol made by `protocol` takes over.
 
-    A handshake takes memory before the client is authenticated. If the port has more than `_HANDSHAKES`
-    handshakes (`others`), the oldest handshake is aborted.
+    A handshake takes memory before the client is authenticated. If a port has more than `_HANDSHAKES`
+    handshakes (`others`), its oldest handshake is aborted.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Handshake(asyncio.Protocol):
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
         self._protocol, self._certificates, self._others = protocol, certificates, others
-        self._early = bytearray()  # raw bytes that TLS has yet to read, then decrypted bytes for `protocol`
+        self._early = bytearray()  # before TLS reads: raw bytes; afterwards: decrypted bytes for `protocol`
         self._came = asyncio.Event()
         self._lost = False
         self._transport: Any = None
@@ -257,7 +257,7 @@ class _Handshake(asyncio.Protocol):
             )
         )
         try:
-            # After two event-loop steps TLS reads the connection; give TLS the bytes that arrived before.
+            # TLS reads the connection after two steps of the event loop: give it bytes that arrived before.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             reader = self._transport.get_protocol()
@@ -270,7 +270,7 @@ class _Handshake(asyncio.Protocol):
 
 
 def _no_password() -> bytes:
-    raise ValueError("the key is encrypted; a key without a password is needed")
+    raise ValueError("the key is encrypted; use a key without a password")
 
 
 def _reason(fault: Exception) -> str:
@@ -285,7 +285,7 @@ def _reason(fault: Exception) -> str:
 
 @contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path from which `text`, which contains a private key, can be read; in memory if possible."""
+    """The path of a file with `text`, which contains a private key; the file is in memory if possible."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")
         try:
@@ -302,10 +302,10 @@ def _as_file(text: bytes) -> Iterator[str]:
 
 
 def _self_signed() -> bytes:
-    """A certificate and its key in one PEM text, made by the program openssl."""
+    """A new certificate and its key in one PEM text, made by the program openssl."""
     try:
         return subprocess.run(_SELF_SIGNED, capture_output=True, timeout=_OPENSSL_S, check=True).stdout
     except FileNotFoundError:
-        raise ValueError("without cert and key the program openssl is needed, to sign one") from None
+        raise ValueError("without cert and key, the replica needs the program openssl") from None
     except subprocess.SubprocessError as fault:
         raise ValueError(f"openssl could not sign a certificate: {fault}") from None

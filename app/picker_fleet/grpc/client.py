@@ -1,8 +1,8 @@
 """One gRPC call to another replica, which budget transfers make (admission/budget_transfer.py).
 
-The requests are signed, so TLS need not check the replica's certificate; grpcio's client cannot leave this
-check out. Each connection carries one call. The request fits into one frame, so no flow-control window limits
-it; the receive window, opened once, limits the response.
+The requests are signed, so TLS need not check the replica's certificate; grpcio's client cannot omit this
+check. Each connection carries one call. A request fits into one frame, so no flow-control window limits the
+request; the receive window, which is opened once, limits the response.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import frame
 from picker_fleet.grpc.headers import literal
 
-LONGEST_QUESTION: Final = 16 * 1024 - 5  # in bytes: fits in one frame that any peer takes (RFC 9113, 4.2)
-LONGEST_ANSWER: Final = 16 * 1024 * 1024  # in bytes: the response to `Count` names each running request
-# A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
+LONGEST_QUESTION: Final = 16 * 1024 - 5  # maximum bytes of a request, to fit in one frame (RFC 9113, 4.2)
+LONGEST_ANSWER: Final = 16 * 1024 * 1024  # maximum bytes of a response; `Count` lists each running request
+# SETTINGS_INITIAL_WINDOW_SIZE opens the stream's window, and _MORE the connection's, to `LONGEST_ANSWER`.
 _WIDE_SETTINGS: Final = frames.SETTING.pack(frames.INITIAL_WINDOW, LONGEST_ANSWER)
 _MORE: Final = (LONGEST_ANSWER - frames.DEFAULT_WINDOW).to_bytes(4, "big")
 
@@ -31,11 +31,11 @@ async def call(
     timeout_s: float,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Call the method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes, over TLS
-    if there is a `context`. Returns the response's bytes; empty if the method answers with an error.
+    """Call the gRPC method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes, over TLS
+    if `context` is given. Returns the response's bytes; empty if the method answers with an error.
 
     Raises:
-        OSError: the method gives no answer; a timeout is a TimeoutError.
+        OSError: the call gets no answer; it is a TimeoutError after `timeout_s`.
     """
     host, port = split_host_port(address)
     async with asyncio.timeout(timeout_s):
@@ -75,12 +75,12 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         if kind in (frames.SETTINGS, frames.PING) and not flags & frames.ACK:
             writer.write(frame(kind, frames.ACK, 0, payload if kind == frames.PING else b""))
         elif kind == frames.GOAWAY:
-            raise ConnectionError("the replica ends the connection")
+            raise ConnectionError("the called replica ended the connection")
         elif stream_id == 1 and kind == frames.RST_STREAM:
-            raise ConnectionError("the replica ends the call")
+            raise ConnectionError("the called replica reset the stream")
         elif stream_id == 1 and kind == frames.DATA:
             answer += payload
             if len(answer) > LONGEST_ANSWER:
-                raise ConnectionError("the answer is too long")
+                raise ConnectionError("the called replica's answer is too long")
         if stream_id == 1 and kind in (frames.HEADERS, frames.DATA) and flags & frames.END_STREAM:
             return bytes(answer[5:])

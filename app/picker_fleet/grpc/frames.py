@@ -1,13 +1,13 @@
-"""The frames of HTTP/2 (RFC 9113, 4 to 7): kinds and flags of frames, error codes, settings, encoding."""
+"""The frames of HTTP/2 (RFC 9113, sections 4 to 7): types, flags, error codes, settings, and encoding."""
 
 import struct
 from typing import Final
 
-DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-FRAME_BYTES: Final = 16_384  # largest frame, in bytes, that either side may send without a setting
+DEFAULT_WINDOW: Final = 65_535  # initial bytes of each flow-control window (RFC 9113, 6.9.2)
+FRAME_BYTES: Final = 16_384  # maximum bytes of a frame's payload unless a setting allows more
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER = struct.Struct(">BHBBL")  # a frame's header: length in two parts, type, flags, stream id
-SETTING = struct.Struct(">HL")  # id and value
+SETTING = struct.Struct(">HL")  # id and value of a setting
 HEADER_BYTES: Final = 9
 MAX_WINDOW: Final = 2**31 - 1
 LAST_STREAM: Final = 2**31 - 1  # the largest stream id
@@ -30,12 +30,12 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def start_of_frame(kind: int, flags: int, size: int) -> bytes:
-    """Encode a frame's first five bytes, which precede its stream id."""
+    """Encode the five bytes of a frame that precede its stream id."""
     return HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, 0)[:5]
 
 
 class ConnectionFault(Exception):
-    """The peer broke the protocol: the connection ends with a GOAWAY whose error code is `code`."""
+    """The peer broke the protocol: end the connection by a GOAWAY frame with the error code `code`."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)

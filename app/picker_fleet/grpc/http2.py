@@ -1,17 +1,17 @@
 """The part of HTTP/2 (RFC 9113) that a gRPC server needs: frames, flow control, and limits on each peer.
 
 `native.NativeTransport` makes a `Connection` for each peer. Each request's `GrpcStream` (`streams.py`) runs
-in a task of its own. Frames are parsed and written in the event loop's thread, so a reset cancels the
-stream's handler in the same step and no message is copied between threads.
+in a task of its own. The event loop's thread parses and writes frames, so a reset cancels the stream's
+handler in the same step of the event loop, and no message is copied between threads.
 
-Input is untrusted. Malformed input ends its stream with a reset, or the connection with a GOAWAY. Memory is
-bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together and the
-data that waits for their turns, and each stream charges data that its handler has not read to a byte budget.
+Input is untrusted. Malformed input ends its stream by a reset, or its connection by a GOAWAY frame. Memory is
+bounded: a connection keeps one frame and 32 KiB of headers; `Limits` bounds the number of connections and the
+data that waits for their turns; and each stream charges data that its handler has not read to a byte budget.
 A stream's window reopens only after its handler has read every complete message.
 
-A gateway's connection carries many clients, so one client's resets, many streams or half-sent requests do not
-end the connection; `Peers` bounds the work of all connections instead. Frames without effect, though, come
-from the peer itself: a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
+A gateway's connection carries many clients. So one client's resets, streams or half-sent requests, however
+many, do not end the connection; `Peers` bounds the work of all connections instead. But frames without effect
+come from the peer itself: too many of them end its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -28,48 +28,48 @@ from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Pe
 from picker_fleet.grpc.turns import Line
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
-_BLOCK_BYTES: Final = 32 * 1024  # maximum bytes of one request's headers, encoded
-_ENDED_IDS: Final = 4096  # remembered ids of streams that this side ended first
+_BLOCK_BYTES: Final = 32 * 1024  # maximum bytes of one request's encoded headers
+_ENDED_IDS: Final = 4096  # how many ids of streams that this side ended first are remembered
 _FLUSH_BYTES: Final = 64 * 1024
-_CLOSE_S: Final = 5.0  # seconds to send a closing connection's last bytes
+_CLOSE_S: Final = 5.0  # seconds for sending the last bytes of a connection that closes
 
-# Costs of frames without effect, charged to the allowance `Limits.idle_frames`, and additions to it.
-_RESIZE_COST: Final = 20  # cost of a resize of the HPACK table
-_PER_STREAM: Final = 4  # frames without effect allowed for each stream opened
-_BYTES_SENT: Final = 1024  # sending this many bytes allows the peer one more frame
-_PER_S: Final = 50  # frames allowed for each second of the connection's age
-# Units of work (turns.py); reading a frame is one.
-_STREAM_WORK: Final = 3  # of a new stream
-_START_WORK: Final = 16  # of starting a handler, and of what it does
-_RESET_WORK: Final = 10  # of cancelling a handler
-_DECODE_WORK: Final = 32  # of decoding uncached headers, and one more for each `_DECODE_BYTES` encoded bytes
+# `Limits.idle_frames` bounds the frames without effect; these constants give their costs and raise the bound.
+_RESIZE_COST: Final = 20  # a resize of the HPACK table counts as this many frames without effect
+_PER_STREAM: Final = 4  # each stream that a peer opens allows the peer this many frames without effect
+_BYTES_SENT: Final = 1024  # sending the peer this many bytes allows the peer one more frame without effect
+_PER_S: Final = 50  # each second of a connection's age allows this many frames without effect
+# The following constants are units of work (turns.py); reading a frame takes one unit.
+_STREAM_WORK: Final = 3  # units of work that a new stream takes
+_START_WORK: Final = 16  # units for starting a handler and for the handler's own work
+_RESET_WORK: Final = 10  # units of work for cancelling a handler
+_DECODE_WORK: Final = 32  # for decoding uncached headers, plus one for each `_DECODE_BYTES` encoded bytes
 _DECODE_BYTES: Final = 16
-# Bytes of the frames that all have one size.
+# Payload bytes of the frame types that have only one size.
 _SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
 _OF_CONNECTION: Final = (frames.SETTINGS, frames.PING, frames.GOAWAY)
 
 _log = logging.getLogger(__name__)
 
 
-# Opens the stream for a stream id; None refuses the stream: the peer sends the request elsewhere.
+# Opens the stream for a stream id; returns None to refuse it, so that the peer sends the request elsewhere.
 Open = Callable[["Connection", int], GrpcStream | None]
 
 
 class Connection(asyncio.Protocol):
     """One peer's connection. All connections of a transport share `peers`.
 
-    The function `find` takes a request's header fields, which are well-formed. `find` returns a function that
-    opens the request's stream, or the header block of an immediate answer.
+    The function `find` takes the well-formed header fields of a request. It returns a function that opens the
+    request's stream, or the header block of an immediate answer.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], Open | bytes], peers: Peers) -> None:
         self.peers, self._limits = peers, peers.limits
         self.loop = asyncio.get_running_loop()
-        self.silent = 0  # open streams without a first message
+        self.silent = 0  # number of open streams that have not received a message
         self.send_window = frames.DEFAULT_WINDOW
-        self.initial_send_window = frames.DEFAULT_WINDOW  # of new streams
+        self.initial_send_window = frames.DEFAULT_WINDOW  # the send window of new streams
         self.paused = False  # whether the peer has stopped reading
-        # Streams whose handlers wait for the connection's window, in order of waiting.
+        # Streams whose handlers wait for the connection's send window, the longest wait first.
         self.blocked: OrderedDict[int, GrpcStream] = OrderedDict()
         self.received = False  # whether data has arrived since the transport last cleared this flag
         self.starting: OrderedDict[int, GrpcStream] = OrderedDict()
@@ -79,17 +79,17 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
-        self._work_left = 0  # of this connection's turn
+        self._work_left = 0  # units of work left in this connection's turn
         self._paused_reading = False
-        self._tail = b""  # data that arrived and is not yet read
+        self._tail = b""  # data that has arrived but was not parsed yet
         self._streams: dict[int, GrpcStream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
         self._refuse_after = frames.LAST_STREAM
-        self._arrived_bytes = 0  # DATA bytes since the connection's window was last opened
+        self._arrived_bytes = 0  # bytes of DATA frames since the connection's window was last opened
         self._headers: HeaderReader[Open | bytes] = HeaderReader(find, malformed=b"")
-        self._block: bytearray | None = None  # a header block that CONTINUATION frames have yet to complete
-        self._block_of = (0, 0)  # flags and stream id of `_block`
+        self._block: bytearray | None = None  # an incomplete header block: CONTINUATION frames must follow
+        self._block_of = (0, 0)  # the flags and stream id of the header block `_block`
         self._unsent_replies = 0
         self._idle_frames = 0  # the total cost of frames without effect so far
         self._idle_allowed = self._limits.idle_frames
@@ -109,10 +109,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def trusted(self) -> bool:
-        """Whether a handler has answered or trusted the peer lately: its messages make sense."""
+        """Whether a handler has answered the peer, or called `trust`, within `Limits.trusted_s` seconds."""
         return self.loop.time() - self.last_trusted_s < self._limits.trusted_s
 
-    # Called by asyncio.
+    # asyncio calls the following methods.
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         if self._cut is not None:
-            self._cut.cancel()  # a timer that still runs would keep the transport alive
+            self._cut.cancel()  # a running timer would keep the transport alive
         self._unsent = []
         self._tail = b""
         self._cancel_all()
@@ -160,9 +160,9 @@ class Connection(asyncio.Protocol):
             self.peers.unread(self, len(self._tail))
 
     def work(self, most: int) -> tuple[int, bool]:
-        """Read the frames that have arrived and start handlers of their streams, as far as `most` allows."""
+        """Read frames that have arrived and start handlers, within `most` units of work (`turns.Worker`)."""
         self._work_left = most
-        self._start_handlers(most // 2)  # of earlier turns: a flood of frames does not keep them waiting
+        self._start_handlers(most // 2)  # of earlier turns: a flood of frames must not delay handlers
         is_unread = not self._closed and self._read()
         if not is_unread:
             self._start_handlers(0)
@@ -174,24 +174,24 @@ class Connection(asyncio.Protocol):
         return most - self._work_left, has_more
 
     def _start_handlers(self, kept: int) -> None:
-        """Start handlers until only `kept` units of the turn's work are left."""
+        """Start waiting handlers while the turn has more than `kept` units of work left."""
         while self.starting and self._work_left > kept:
             self._work_left -= _START_WORK
             _, stream = self.starting.popitem(last=False)
             stream.task = self.loop.create_task(stream.serve())
 
     def _read(self) -> bool:
-        """Read frames of `_tail` until the turn's work is done. Returns whether there may be more frames."""
+        """Read frames of `_tail` until the turn's work is done. Returns whether frames may remain unread."""
         data, at, is_unread = self._tail, 0, False
         try:
             if not self._settled:
                 if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
-                    raise ConnectionFault(frames.PROTOCOL_ERROR, "this is not HTTP/2")
+                    raise ConnectionFault(frames.PROTOCOL_ERROR, "the connection does not begin with HTTP/2")
                 if len(data) < len(frames.PREFACE) + frames.HEADER_BYTES:
                     return False
                 at = len(frames.PREFACE)
                 if data[at + 3] != frames.SETTINGS or data[at + 4] & frames.ACK:
-                    raise ConnectionFault(frames.PROTOCOL_ERROR, "settings come first")
+                    raise ConnectionFault(frames.PROTOCOL_ERROR, "the first frame must be SETTINGS")
                 self._settled = True
             at, is_unread = self._read_frames(data, at)
             self._tail = data[at:]
@@ -199,12 +199,12 @@ class Connection(asyncio.Protocol):
             self.close(fault.code, str(fault))
         except Exception:
             _log.exception("a connection failed")
-            self.close(frames.INTERNAL_ERROR, "the server failed on this connection; its log says why")
+            self.close(frames.INTERNAL_ERROR, "the server failed on this connection; its log has the reason")
         return is_unread
 
     def _read_frames(self, data: bytes, at: int) -> tuple[int, bool]:
         """Read the frames of `data` from `at` on. Returns where the unread rest of `data` begins, and whether
-        the turn ended before it."""
+        the turn's work ended before that rest was read."""
         end, arrived, is_unread = len(data), 0, False
         while end - at >= frames.HEADER_BYTES:
             if self._work_left <= 0:
@@ -231,18 +231,18 @@ class Connection(asyncio.Protocol):
         return at, is_unread
 
     def _open_window(self, more: int) -> None:
-        """Open the connection's receive window by `more` bytes."""
+        """Open the connection's receive window by `more` further bytes."""
         self.write(frame(frames.WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
 
-    # Methods that handlers, the transport and `peers` call.
+    # Handlers, the transport and `peers` call the following methods.
 
     @property
     def drained(self) -> bool:
-        """After `drain`: whether the peer has read the GOAWAY and no stream is open."""
+        """After a call of `drain`: whether the peer has read the GOAWAY frame, and no stream is open."""
         return self._closed or (self._refuse_after != frames.LAST_STREAM and not self._streams)
 
     def write(self, data: bytes) -> None:
-        """Send `data` together with all other data of this event-loop step, to save system calls."""
+        """Send `data` in one system call with all other data that this step of the event loop writes."""
         if self._closed:
             return
         if not self._unsent:
@@ -264,8 +264,8 @@ class Connection(asyncio.Protocol):
     def drain(self) -> None:
         """Announce by a GOAWAY frame that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping shows that the peer has read the GOAWAY. Streams opened after the answer
-        are refused, so that the peer sends their requests elsewhere.
+        The peer's answer to the ping shows that the peer has read the GOAWAY frame. Streams that open after
+        this answer are refused, so that the peer sends their requests elsewhere.
         """
         self._draining = True
         self._go_away(frames.LAST_STREAM, frames.NO_ERROR)
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
         self._closed = True
         self._cancel_all()
         self._transport.close()
-        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # the peer may not read the end
+        self._cut = self.loop.call_later(_CLOSE_S, self._transport.abort)  # the peer may never read the rest
 
     def _go_away(self, last_id: int, code: int, why: str = "") -> None:
         self.write(
@@ -288,7 +288,7 @@ class Connection(asyncio.Protocol):
         )
 
     def abort(self) -> None:
-        """Cut the connection without sending a GOAWAY."""
+        """Cut the connection without sending a GOAWAY frame."""
         self._closed = True
         self._transport.abort()
 
@@ -300,18 +300,18 @@ class Connection(asyncio.Protocol):
         self._cancel(stream.id)
 
     def reset(self, stream_id: int, code: int) -> None:
-        """End a stream. REFUSED_STREAM: the request is unprocessed, and may be sent to another server."""
+        """End a stream with error `code`. REFUSED_STREAM lets the peer send the request to another server."""
         self.write(frame(frames.RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._ignore(stream_id)
         self._cancel(stream_id)
 
     def wake_next(self) -> None:
-        """If the connection's window is open, wake the first writer that waits for it. A writer that has
-        written wakes the next one, so a window update wakes no more writers than it serves."""
+        """If the connection's send window is open, wake the first writer that waits for it. After its write,
+        each writer wakes the next one, so a window update wakes no more writers than it serves."""
         if self.blocked and self.send_window > 0 and not self.paused:
             next(iter(self.blocked.values())).wake_writer()
 
-    # Ends of streams.
+    # End streams.
 
     def _ignore(self, stream_id: int) -> None:
         """Ignore later frames on a stream that this side has ended: the client may not yet know the end."""
@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
             self._ended.popitem(last=False)
 
     def _cancel(self, stream_id: int) -> None:
-        """Release a stream if the stream is open, and cancel its handler if that runs."""
+        """Release a stream if it is open, and cancel its handler if the handler runs."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -339,18 +339,18 @@ class Connection(asyncio.Protocol):
         self._cancel(stream_id)
 
     def _reply(self, data: bytes) -> None:
-        """Reply to a peer's frame. At most `unsent_replies` replies wait for a peer that does not read."""
+        """Reply to a frame. At most `unsent_replies` replies wait for a peer that does not read."""
         if self.paused:
             self._unsent_replies += 1
             if self._unsent_replies > self._limits.unsent_replies:
-                raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "the peer does not read")
+                raise ConnectionFault(frames.ENHANCE_YOUR_CALM, "the peer does not read replies")
         self.write(data)
 
-    # Frames.
+    # Handle frames.
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if self._block is not None and (kind != frames.CONTINUATION or stream_id != self._block_of[1]):
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "headers are not complete")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame interrupts a header block")
         if kind == frames.HEADERS:
             self._on_headers(flags, stream_id, data, start, end)
             return
@@ -358,7 +358,7 @@ class Connection(asyncio.Protocol):
         if size != _SIZES.get(kind, size) or (kind == frames.GOAWAY and size < 8):
             raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a frame has a wrong size")
         if stream_id and kind in _OF_CONNECTION:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame of the connection names a stream")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame about the connection names a stream")
         if kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, data[start:end])
         elif kind == frames.RST_STREAM:
@@ -372,10 +372,10 @@ class Connection(asyncio.Protocol):
         elif kind == frames.PUSH_PROMISE or (kind == frames.PRIORITY and not stream_id):
             raise ConnectionFault(frames.PROTOCOL_ERROR, "a client must not send this frame")
         else:
-            self._count_idle(1)  # PRIORITY, GOAWAY, or a kind of an extension: without effect
+            self._count_idle(1)  # PRIORITY, GOAWAY and frame types of extensions have no effect
 
     def _count_idle(self, cost: int) -> None:
-        """Count a frame without effect; a gateway sends few of these even for hostile clients."""
+        """Count a frame without effect. A gateway sends few such frames, even for hostile clients."""
         self._idle_frames += cost
         if self._idle_frames <= self._idle_allowed:
             return
@@ -389,7 +389,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(stream_id)
         if stream is None or stream.remote_ended:
             if stream_id == 0 or stream_id > self._last_id:
-                raise ConnectionFault(frames.PROTOCOL_ERROR, "data of a stream that is not open")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "DATA on a stream that is not open")
             if stream_id not in self._ended:
                 self._count_idle(1)
                 self._fault(stream_id, frames.STREAM_CLOSED)
@@ -411,7 +411,7 @@ class Connection(asyncio.Protocol):
         """The positions where the content of the padded payload `data[start:end]` begins and ends."""
         padding = data[start] if start < end else 0
         if start + 1 + padding > end:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "more padding than content")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "a frame's padding is longer than its payload")
         return start + 1, end - padding
 
     def _on_headers(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
@@ -420,9 +420,9 @@ class Connection(asyncio.Protocol):
         if flags & frames.PADDED:
             start, end = self._without_padding(data, start, end)
         if flags & frames.PRIORITISED:
-            start += 5  # a PRIORITY frame, which has no effect since RFC 9113
+            start += 5  # skip the priority, which has no effect since RFC 9113
             if start > end:
-                raise ConnectionFault(frames.PROTOCOL_ERROR, "a priority is truncated")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "the priority in a HEADERS frame is cut off")
         if flags & frames.END_HEADERS:
             self._on_block(flags, stream_id, data[start:end])
         else:
@@ -481,7 +481,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:
-        """Answer a request without a stream: by the header block `block`, or by a reset if that is empty."""
+        """Answer a request by the header block `block`, or by a reset if `block` is empty; open no stream."""
         if not block:
             self._fault(stream_id, frames.PROTOCOL_ERROR)
             return
@@ -493,7 +493,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(stream_id)
         if stream is None:
             if stream_id not in self._ended:
-                raise ConnectionFault(frames.STREAM_CLOSED, "headers of a closed stream")
+                raise ConnectionFault(frames.STREAM_CLOSED, "HEADERS on a closed stream")
         elif stream.remote_ended:
             self._fault(stream_id, frames.STREAM_CLOSED)
         elif not flags & frames.END_STREAM or not stream.end_remote():
@@ -501,7 +501,7 @@ class Connection(asyncio.Protocol):
 
     def _on_reset(self, stream_id: int) -> None:
         if stream_id == 0 or stream_id > self._last_id:
-            raise ConnectionFault(frames.PROTOCOL_ERROR, "a reset of a stream that is not open")
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "RST_STREAM on a stream that is not open")
         if stream_id in self._streams:
             self._work_left -= _RESET_WORK
             self._cancel(stream_id)
@@ -515,13 +515,13 @@ class Connection(asyncio.Protocol):
         if stream_id == 0:
             self.send_window += more
             if more == 0 or self.send_window > frames.MAX_WINDOW:
-                raise ConnectionFault(code, "an invalid window update")
+                raise ConnectionFault(code, "a WINDOW_UPDATE has an invalid increment")
             self.wake_next()
             return
         stream = self._streams.get(stream_id)
         if stream is None:
             if stream_id > self._last_id:
-                raise ConnectionFault(frames.PROTOCOL_ERROR, "a window of a stream that is not open")
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is not open")
             return
         stream.send_window += more
         if more == 0 or stream.send_window > frames.MAX_WINDOW:
@@ -539,7 +539,7 @@ class Connection(asyncio.Protocol):
 
     def _on_settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6 or (flags & frames.ACK and payload):
-            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "settings have a wrong size")
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, "a SETTINGS frame has a wrong size")
         self._count_idle(1 + len(payload) // 6)
         if flags & frames.ACK:
             return
@@ -552,7 +552,7 @@ class Connection(asyncio.Protocol):
             ):
                 raise ConnectionFault(frames.PROTOCOL_ERROR, "a setting is out of range")
         if window > frames.MAX_WINDOW:
-            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
+            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "the initial window is too large")
         if window != self.initial_send_window:
             self._count_idle(len(self._streams))
             self._work_left -= len(self._streams)
@@ -560,6 +560,6 @@ class Connection(asyncio.Protocol):
             for stream in self._streams.values():
                 stream.send_window += more
                 if stream.send_window > frames.MAX_WINDOW:
-                    raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is too large")
+                    raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a stream's window is too large")
                 stream.wake_writer()
         self._reply(frame(frames.SETTINGS, frames.ACK, 0))

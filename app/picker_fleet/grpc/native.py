@@ -1,6 +1,6 @@
-"""The gRPC transport in the event loop's thread: connections (`http2.py`) and their streams (`streams.py`).
+"""The gRPC transport that runs in the event loop's thread, on `http2.py` and `streams.py`.
 
-`server.Server` makes the transport (`extproc.transport: native`).
+`server.Server` makes this transport if the setting `extproc.transport` is `native`.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from picker_fleet.grpc.transport import ByMetadata, Handler, Limits, Status
 _OTHERS_BYTES = 64 * 1024 * 1024  # maximum unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
-_CANCEL_S = 5.0  # seconds for cancelled handlers to end
+_CANCEL_S = 5.0  # seconds to wait for cancelled handlers to end
 _OVERDUE_S = 1.0  # seconds between checks for overdue streams
 
-_BAD_TYPE_BLOCK = b"\x08\x03415"  # the literal `:status: 415`: an HTTP error for a peer without gRPC
+_BAD_TYPE_BLOCK = b"\x08\x03415"  # encodes `:status: 415`, the answer to a request that is not gRPC
 
 
 class NativeTransport:
-    """Serves gRPC. `handlers` maps paths to handlers; `budgets` limit each handler's unread data.
+    """Serves gRPC. `handlers` maps paths to handlers; `budgets` limit the unread data of each handler.
 
-    Handlers without a budget share a separate one, so that large bodies delay no access log. `message_bytes`
-    is the largest message that a client may send.
+    Handlers without a budget of their own share a separate one, so that large bodies delay no access log.
+    `message_bytes` is the maximum size of a message from a client.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class NativeTransport:
         budgets: Mapping[Handler, BodyBudget],
         message_bytes: int,
         certificates: Certificates | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        limits: Limits = Limits(),  # noqa: B008 - a Limits object is frozen
     ) -> None:
         self._certificates = certificates
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._message_bytes = message_bytes
-        self._refused: set[bytes] = set()  # paths
+        self._refused: set[bytes] = set()  # paths whose new streams are refused
         if certificates is not None:
             limits = replace(limits, connections=min(limits.connections, MAX_TLS_CONNECTIONS))
         self.peers = Peers(limits)
@@ -57,7 +57,7 @@ class NativeTransport:
 
     @property
     def full(self) -> str:
-        """The reason why new streams are refused; empty while new streams are accepted."""
+        """The reason why new streams are refused; '' while new streams are accepted."""
         return self.peers.full
 
     async def start(self, listen: str) -> int:
@@ -91,8 +91,8 @@ class NativeTransport:
         (self._refused.add if wanted else self._refused.discard)(path.encode())
 
     async def stop(self, grace_s: float | None) -> None:
-        """Accept no new streams, wait at most `grace_s` seconds for open streams to end, and cut the others.
-        A GOAWAY makes the peers open their next streams elsewhere."""
+        """Accept no new streams, wait at most `grace_s` seconds for open streams to end, then cut the rest. A
+        GOAWAY frame makes peers open their next streams at other replicas."""
         if self._server is None:
             return
         self._server.close()
@@ -122,7 +122,8 @@ class NativeTransport:
             self.peers.end_overdue()
 
     def _find(self, fields: Mapping[bytes, bytes]) -> Open | bytes:
-        """A function that opens streams for requests with `fields`, or an immediate answer's header block."""
+        """A function that opens a stream for a request with the header `fields`, or, for a request that gets
+        no stream, the header block of its answer."""
         if fields[b":method"] != b"POST" or not fields.get(b"content-type", b"").startswith(
             b"application/grpc"
         ):
@@ -146,7 +147,7 @@ class NativeTransport:
         return partial(open_stream, path, self._refused, make)
 
     async def _ping_silent_peers(self) -> None:
-        """Cut off peers that answer no ping: streams of a vanished peer would stay open for ever."""
+        """Cut off peers that answer no ping: else the streams of a vanished peer would stay open for ever."""
         limits = self.peers.limits
         while True:
             for connection in self._connections:
@@ -161,7 +162,7 @@ class NativeTransport:
             pinged_s = clock()
             await asyncio.sleep(limits.answer_s)
             if clock() - pinged_s > limits.answer_s + limits.pause_s:
-                continue  # answers to pings may have arrived during the pause, unread
+                continue  # this process paused: answers to pings may have arrived but are not yet read
             for connection in silent:
                 if not connection.received:
                     connection.abort()

@@ -1,6 +1,6 @@
-"""gRPC streams of messages on HTTP/2 connections (`http2.py`), and the bounds on all peers together.
+"""gRPC streams of messages on HTTP/2 connections (`http2.py`), and the limits on all connections together.
 
-`native.NativeTransport` makes a `GrpcStream` for each request; `Peers` starts its handler.
+`native.NativeTransport` makes a `GrpcStream` for each request; its connection starts its handler.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from picker_fleet.grpc.transport import Handler, Limits, Relay, RpcError, Status
 from picker_fleet.grpc.turns import Turns
 
 WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
-FREE_BYTES = 4096  # unread bytes per stream that are not charged to the budget: about the stream's own size
+FREE_BYTES = 4096  # a stream's first unread bytes are not charged to the budget: about the stream's own size
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
-WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes of a connection above which its handlers wait
-_CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened when at most this many bytes are left
-_WRITE_S = 60.0  # maximum seconds for a peer to open its window
-_STUCK_S: Final = 30.0  # a peer that reads nothing for this many seconds is cut off
-_STUCK: Final = 64  # maximum connections whose peers read nothing; each holds up to `WRITE_BUFFER`
+WRITE_BUFFER: Final = 1024 * 1024  # handlers wait while their connection has more unsent bytes
+_CREDIT_BELOW = WINDOW_BYTES // 2  # reopen a stream's window when at most this many bytes are left of it
+_WRITE_S = 60.0  # seconds that a write waits for the peer to open its window
+_STUCK_S: Final = 30.0  # cut off a peer that reads nothing for this many seconds
+_STUCK: Final = 64  # maximum connections whose peers read nothing; each keeps up to `WRITE_BUFFER` unsent
 
 OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
 _END_BLOCK = literal(b"grpc-status", b"0")
@@ -38,18 +38,18 @@ _log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """One peer's connection for its streams and `Peers`; `http2.Connection` implements this protocol."""
+    """The interface of a connection for its streams and for `Peers`; `http2.Connection` implements it."""
 
     peers: "Peers"
     loop: asyncio.AbstractEventLoop
-    silent: int  # open streams without a first message
-    # Streams with a first message, whose handlers are to start, in order of arrival.
+    silent: int  # number of open streams that have not received a message
+    # Streams that have received a message and whose handlers must start, in order of arrival.
     starting: "OrderedDict[int, GrpcStream]"
     last_trusted_s: float  # loop time at which a handler last answered or trusted the peer
     send_window: int
-    initial_send_window: int  # of new streams
+    initial_send_window: int  # the send window of new streams
     paused: bool  # whether the peer has stopped reading
-    # Streams whose handlers wait for the connection's window, in order of waiting.
+    # Streams whose handlers wait for the connection's send window, the longest wait first.
     blocked: "OrderedDict[int, GrpcStream]"
 
     @property
@@ -67,7 +67,7 @@ class Link(Protocol):
 
 
 def status_block(status: Status, why: str) -> bytes:
-    """The header fields of an error status; printable ASCII of `why` is kept, all else percent-encoded."""
+    """The header fields of an error status; `why` is percent-encoded except for printable ASCII."""
     message = b"".join(
         bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
         for byte in why.encode()[:400]
@@ -76,10 +76,10 @@ def status_block(status: Status, why: str) -> bytes:
 
 
 class GrpcStream:
-    """One request's stream, for its handler (`transport.Stream`) and its connection.
+    """One request's stream: its handler uses the interface `transport.Stream`; its connection calls it, too.
 
-    `content_length` is the length that the client announces, -1 if it announces none; `message_bytes` is the
-    largest message that a client may send.
+    `content_length` is the length that the client announces, -1 if it announces no length; `message_bytes`
+    is the maximum size of a message from the client.
     """
 
     def __init__(
@@ -94,20 +94,20 @@ class GrpcStream:
         self.connection = connection
         self.id = stream_id
         self._sid = stream_id.to_bytes(4, "big")
-        self._shifted_id = stream_id << 40  # the stream id at its place in the 14 bytes before a message
+        self._shifted_id = stream_id << 40  # the stream id's part of the 14 bytes that precede a message
         self._handler = handler
         self._budget = budget
         self._content_length = content_length
         self._message_bytes = message_bytes
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()  # the received beginning of a message
-        self._wanted_bytes = 0  # length at which `_partial` is complete or contains its size field
-        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None: look again
-        self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
+        self._wanted_bytes = 0  # the length at which `_partial` is complete or contains its size field
+        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None to wake the reader
+        self._take: Callable[[bytes], None] | None = None  # if set, called with each message on its arrival
         self._writer: asyncio.Future[None] | None = None
         self._started = False  # whether the response's headers have been sent
         self._fault: Exception | None = None
-        self._unread_bytes = 0  # bytes of whole messages not read yet
+        self._unread_bytes = 0  # bytes of whole messages that the handler has not read
         self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
@@ -116,7 +116,7 @@ class GrpcStream:
         self.remote_ended = False
         self.task: asyncio.Task[None] | None = None
 
-    # Methods that the handler calls.
+    # The handler calls the following methods.
 
     @property
     def has_message(self) -> bool:
@@ -126,7 +126,7 @@ class GrpcStream:
         """The next message; None once the client has ended its side.
 
         Raises:
-            BufferFull: the replica's byte budget is used up; no further bytes of the request are kept.
+            BufferFull: the replica's byte budget is used up, so the stream keeps no more of the request.
             RpcError: the data is not a gRPC message, or the message is too large.
         """
         while not self._messages:
@@ -158,8 +158,8 @@ class GrpcStream:
         self.connection.last_trusted_s = self.connection.loop.time()
 
     async def relay(self, answer: Relay) -> bytes | None:
-        """Works like `Stream.relay`, without waking a task for each message. Raises the errors of `read`,
-        and any error of `answer`."""
+        """Works like `Stream.relay`, but wakes no task for each message. Raises the errors of `read`, and
+        any error of `answer`."""
         unsent: deque[bytes] = deque()
         is_last = False
 
@@ -170,7 +170,7 @@ class GrpcStream:
             while len(unsent) > is_last and self._write_now(unsent[0]):
                 unsent.popleft()
             if unsent or is_last:
-                self._take = None  # queue further messages until the task has sent the remaining answers
+                self._take = None  # queue further messages while the task sends the remaining answers
                 self._wake_reader(b"")
 
         while True:
@@ -183,13 +183,13 @@ class GrpcStream:
             if not self._messages:
                 self._take = take
                 try:
-                    if await self.read() is None:  # else `take` has stopped: send the remaining answers
+                    if await self.read() is None:  # the client ended; else send the remaining answers
                         return None
                 finally:
                     self._take = None
 
     async def write(self, message: bytes) -> None:
-        """Send one message; returns when the connection has all frames of the message.
+        """Send one message; returns once the connection has taken all frames of the message.
 
         Raises:
             RpcError: the peer's flow-control windows stay closed too long, or the byte budget is used up.
@@ -198,14 +198,14 @@ class GrpcStream:
             await self._write_parts(message)
 
     def _write_now(self, message: bytes) -> bool:
-        """Send a message as one frame. Returns False if the message cannot be sent this way now."""
+        """Send a message in one frame. Returns False if it is too large, or the windows are too small now."""
         data = self._in_one_frame(message)
         if data:
             self._send(data)
         return bool(data)
 
     def _send(self, data: bytes) -> None:
-        """Send the frames `data`, preceded by the response's headers if these have not been sent."""
+        """Send the encoded frames `data`, after the response's headers if those have not been sent."""
         if not self._started:
             self._started = True
             self.trust()
@@ -222,14 +222,14 @@ class GrpcStream:
             self._send(b"".join((data, _END, self._sid, _END_BLOCK)))
             self._end()
         except asyncio.CancelledError:
-            if self.task is not None:  # the stream is still open: its handler has cancelled itself
+            if self.task is not None:  # the handler has cancelled itself, since the stream is still open
                 self.task = None
                 self.connection.reset(self.id, frames.CANCEL)
         except RpcError as fault:
             self._fail(fault.status, str(fault))
         except Exception:
             _log.exception("a stream failed")
-            self._fail(Status.INTERNAL, "the picker failed on this stream; its log says why")
+            self._fail(Status.INTERNAL, "the picker failed on this stream; its log has the reason")
 
     def _fail(self, status: Status, why: str) -> None:
         """End the stream with an error status."""
@@ -238,14 +238,14 @@ class GrpcStream:
         self._end()
 
     def _end(self) -> None:
-        """Remove the stream from its connection, after the end of the response."""
+        """Remove the stream from its connection after the end of the response."""
         if not self.remote_ended:
             # RST_STREAM with NO_ERROR asks the client to stop sending, as gRPC's own servers do.
             self.connection.write(b"".join((_STOP, self._sid, frames.NO_ERROR_CODE)))
         self.connection.finished(self)
 
     def _in_one_frame(self, message: bytes) -> bytes:
-        """A message as one frame, charged to the windows; empty if too large or not to be sent now."""
+        """A message as one frame, charged to the send windows; b'' if a window or a frame is too small."""
         connection = self.connection
         size = len(message) + 5
         window = connection.send_window
@@ -253,11 +253,12 @@ class GrpcStream:
             return b""
         connection.send_window = window - size
         self.send_window -= size
-        # The frame's size, DATA (0), flags (0) and stream id; the message's compression flag (0) and size.
+        # Before the message come the frame's size, type (0), flags (0) and stream id; then the message's
+        # compression flag (0) and size.
         return (size << 88 | self._shifted_id | size - 5).to_bytes(14, "big") + message
 
     async def _write_parts(self, message: bytes) -> None:
-        """Send a message in several frames, as far as the peer's windows allow at a time."""
+        """Send a message in several frames, as the peer's windows open."""
         connection = self.connection
         rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
         while rest:
@@ -277,7 +278,7 @@ class GrpcStream:
             connection.wake_next()
 
     async def _until_writable(self, unsent_bytes: int) -> None:
-        """Wait until the peer's windows open; `unsent_bytes` are charged to the byte budget meanwhile.
+        """Wait until the peer's windows open; meanwhile charge `unsent_bytes` to the byte budget.
 
         Raises:
             RpcError: the byte budget is used up, or the peer's windows stay closed.
@@ -296,7 +297,7 @@ class GrpcStream:
                 await self._writer
         except BaseException as fault:
             connection.blocked.pop(self.id, None)
-            connection.wake_next()  # another stream may use the connection's window
+            connection.wake_next()  # another stream can now use the connection's window
             if isinstance(fault, TimeoutError):
                 raise RpcError(Status.UNAVAILABLE, "the peer does not read the answer") from None
             raise
@@ -311,27 +312,27 @@ class GrpcStream:
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
-    # Methods that the connection calls.
+    # The connection calls the following methods.
 
     def receive(self, data: bytes, start: int, end: int) -> None:
         """Take the payload of a DATA frame, `data[start:end]`."""
         size = end - start
         self._received_bytes += size
         if self._fault is not None:
-            return  # do not reopen the stream's window
+            return  # do not reopen the window of a stream whose reads fail
         if (
             5 <= size <= self._message_bytes
             and not self._partial
             and data[start : start + 5] == (size - 5).to_bytes(5, "big")
         ):
-            self._hand_over(data[start + 5 : end])  # most frames are one whole message
+            self._hand_over(data[start + 5 : end])  # most frames carry one whole message
         else:
             self._take_frame(data, start, end)
         if self.receive_window <= _CREDIT_BELOW and not self._messages:
             self._give_credit()
 
     def _take_frame(self, data: bytes, start: int, end: int) -> None:
-        """Take a frame that is not exactly one message: hand over whole messages, keep the other bytes."""
+        """Take a frame that is not exactly one message: hand over whole messages, and keep other bytes."""
         if self._partial:
             self._partial += data[start:end]
             if len(self._partial) < self._wanted_bytes:
@@ -361,7 +362,7 @@ class GrpcStream:
         self._count()
 
     def _hand_over(self, message: bytes) -> None:
-        """Give the handler a message, or queue the message until the handler reads."""
+        """Give the handler a message, or queue the message until the handler reads it."""
         if self._take is not None:
             try:
                 self._take(message)
@@ -380,7 +381,7 @@ class GrpcStream:
             reader.set_result(message)  # the handler waits for the message: none of its bytes count as unread
 
     def end_remote(self) -> bool:
-        """End the client's side. Returns whether its bytes match the content-length, if there is one."""
+        """End the client's side of the stream. Returns False if its bytes differ from the content-length."""
         self.remote_ended = True
         if self._partial:
             self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
@@ -388,7 +389,7 @@ class GrpcStream:
         return self._content_length in (-1, self._received_bytes)
 
     def drop(self) -> None:
-        """Free everything that the ended stream holds."""
+        """Free all data of a stream that has ended."""
         self._messages.clear()
         self._partial.clear()
         self._unread_bytes = 0
@@ -396,14 +397,14 @@ class GrpcStream:
             self._count()
 
     def _give_credit(self) -> None:
-        """Reopen the stream's window: the handler has read every complete message, so more data may come."""
+        """Reopen the stream's receive window, once the handler has read every complete message."""
         if not self.remote_ended and self._fault is None:
             used = WINDOW_BYTES - self.receive_window
             self.connection.write(_CREDIT + self._sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
     def _count(self) -> None:
-        """Charge the stream's unread bytes to the budget, except for the first `FREE_BYTES`."""
+        """Charge the stream's unread bytes to the byte budget, except for the first `FREE_BYTES`."""
         unread_bytes = self._unread_bytes + len(self._partial)
         more = max(unread_bytes - FREE_BYTES, 0) - self._counted_bytes
         try:
@@ -436,19 +437,19 @@ def open_stream(
     connection: Link,
     stream_id: int,
 ) -> GrpcStream | None:
-    """Make a stream for a request of `path`; None if new streams of `path` are refused."""
+    """A stream for a request of `path`; None if new streams of `path` are refused."""
     return None if path in refused else make(connection, stream_id)
 
 
 class Peers:
-    """All `connections`, the `count` of open streams, the `cancelled` handlers that have not ended yet, and
-    the `turns` of the connections.
+    """Limits all peers of a transport together: has all `connections`, the `count` of open streams, the
+    `cancelled` handlers that have not ended yet, and the `turns` of the connections.
 
-    A handler starts once its stream's first message has arrived, in its connection's turn. A request that is
+    A handler starts in its connection's turn after its stream's first message has arrived. A request that is
     reset in the same turn costs neither a task nor a Redis call.
 
-    At the limit, a new connection replaces a connection without an open stream: the oldest that never had a
-    stream, or else the connection idle for longest.
+    At the limit of connections, a new connection replaces a connection without an open stream: the oldest
+    that never had a stream, or else the one that has been idle for longest.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -458,24 +459,24 @@ class Peers:
         self.cancelled: set[asyncio.Task[None]] = set()
         self.turns = Turns(limits.step_work, limits.strangers_work)
         self._loop = asyncio.get_running_loop()
-        # Streams without a first message, oldest first.
+        # Streams that have not received a message, the oldest first.
         self._silent: OrderedDict[GrpcStream, None] = OrderedDict()
         self._unused: OrderedDict[Link, None] = OrderedDict()
         self._idle: OrderedDict[Link, None] = OrderedDict()
         self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
-        self._unread: dict[Link, int] = {}  # bytes that wait for each connection's turn
-        self._unread_bytes = 0  # of all connections
+        self._unread: dict[Link, int] = {}  # how many bytes wait for each connection's turn
+        self._unread_bytes = 0  # how many bytes wait for the turns of all connections
 
     @property
     def full(self) -> str:
-        """The reason why new streams are refused; empty while new streams are accepted."""
+        """The reason why new streams are refused; '' while new streams are accepted."""
         if self.count >= self.limits.streams:
             return f"all {self.limits.streams} streams are taken"
         if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
             return f"all {self.limits.connections} connections are taken"
         return ""
 
-    # Connections.
+    # Count connections.
 
     def opened(self, connection: Link) -> bool:
         """Add a new connection. Returns False if there is no room for the connection."""
@@ -507,7 +508,7 @@ class Peers:
 
     def unread(self, connection: Link, size: int) -> None:
         """Record that `size` bytes wait for the connection's turn. If too many bytes of all connections wait,
-        cut the connection with the most, of a stranger if there is one."""
+        cut the connection with the most bytes: an untrusted one if there is any."""
         self._unread_bytes += size - self._unread.pop(connection, 0)
         if size:
             self._unread[connection] = size
@@ -517,13 +518,13 @@ class Peers:
             largest.abort()
 
     def stuck(self, connection: Link) -> None:
-        """Record a peer that reads nothing; if there are too many, cut the connection stuck for longest."""
+        """Record that a peer reads nothing. If too many peers read nothing, cut the one that began first."""
         self._stuck[connection] = self._loop.time()
         if len(self._stuck) > _STUCK:
             self._stuck.popitem(last=False)[0].abort()
 
     def freed(self, connection: Link) -> None:
-        """Record that the connection's peer reads again."""
+        """Record that the peer of `connection` reads again."""
         self._stuck.pop(connection, None)
 
     def end_overdue(self) -> None:
@@ -534,16 +535,16 @@ class Peers:
         while self._stuck and next(iter(self._stuck.values())) < now_s - _STUCK_S:
             self._stuck.popitem(last=False)[0].abort()
 
-    # Streams.
+    # Count streams.
 
     def room(self, connection: Link) -> int:
-        """The number of streams that `connection` may open before the limit over all connections; the last
-        quarter is for trusted ones."""
+        """How many streams are free for `connection` below the limit for all connections. The last quarter of
+        that limit is kept for trusted connections."""
         kept = 0 if connection.trusted else self.limits.streams // 4
         return self.limits.streams - self.count - kept
 
     def begin(self, stream: GrpcStream) -> None:
-        """Count a new stream without a first message; if too many such streams wait, refuse the oldest."""
+        """Count a new stream, which has no message yet. If too many streams have none, refuse the oldest."""
         self.count += 1
         self._silent[stream] = None
         stream.connection.silent += 1
@@ -558,8 +559,8 @@ class Peers:
             stream.connection.starting[stream.id] = stream
 
     def end(self, stream: GrpcStream, at_once: bool) -> None:
-        """Stop counting a stream that has ended, and cancel the stream's handler if that still runs, or soon
-        if not `at_once`."""
+        """Stop counting a stream that has ended. Cancel its handler if the handler still runs: now if
+        `at_once`, else when the event loop has time."""
         self.count -= 1
         if stream.task is not None:
             task, stream.task = stream.task, None

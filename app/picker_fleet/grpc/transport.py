@@ -1,7 +1,7 @@
-"""The interface of handlers of gRPC streams, the health service, and a transport on grpcio.
+"""The interface of handlers for gRPC streams, the gRPC health service, and a transport on grpcio.
 
-A handler serves one stream: it receives and sends messages as bytes, and returns its last message, which is
-sent with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
+A handler serves one stream: it receives and sends messages as bytes, and returns its last message, which the
+transport sends with the stream's end. The replica's `Server` gives its handlers to `GrpcioTransport` or to
 `native.NativeTransport`, which have the same methods.
 """
 
@@ -32,7 +32,7 @@ _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Status(enum.IntEnum):
-    """The gRPC status codes that handlers and transports answer."""
+    """The gRPC status codes with which handlers and transports answer."""
 
     INVALID_ARGUMENT = 3
     NOT_FOUND = 5
@@ -50,17 +50,17 @@ class Limits:
     """Limits on the peers of one transport.
 
     All `connections` together may have `streams` open streams. At most `silent` open streams, and
-    `silent_here` of one connection, may lack a first message, each for `silent_s`; further streams are
-    refused. Up to `unsent_replies` replies to frames wait for a peer that does not read, and `unread_bytes`
-    of all peers' data for their connections' turns. A connection may send `idle_frames` frames without
-    effect, and more as it ages, opens streams and receives data.
+    `silent_here` of one connection, may wait for their first message, each for `silent_s` seconds; the
+    transport refuses further streams. Up to `unsent_replies` replies to frames wait for a peer that does not
+    read, and up to `unread_bytes` of all peers' data wait to be read. A peer may send `idle_frames` frames
+    without effect, and more as its connection ages, opens streams and receives data.
 
-    A peer that sent nothing for `silence_s` seconds is pinged and has `answer_s` seconds to answer. If that
-    wait takes `pause_s` longer than planned, this process was paused, and the peer is not cut off.
+    The transport pings a peer that has sent nothing for `silence_s` seconds, and cuts it off if it does not
+    answer within `answer_s` seconds, unless this process itself was paused for `pause_s` seconds meanwhile.
 
     One step of the event loop does `step_work` units of work for all connections (`turns.py`). A connection
-    is trusted for `trusted_s` after a handler has answered it or called `Stream.trust`; all others together
-    get `strangers_work` units a second.
+    is trusted for `trusted_s` seconds after a handler has answered it or called `Stream.trust`; all untrusted
+    connections together get `strangers_work` units a second.
     """
 
     streams: int = 20_000
@@ -80,7 +80,7 @@ class Limits:
 
 
 class RpcError(Exception):
-    """Raised in a handler to end its stream with an error status."""
+    """A handler raises this error to end its stream with an error status."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -88,27 +88,27 @@ class RpcError(Exception):
 
 
 class Stream(Protocol):
-    """One gRPC stream, for its handler, which is cancelled if the client resets the stream or disconnects."""
+    """One gRPC stream as its handler sees it. If the client resets it or leaves, the handler is cancelled."""
 
     @property
     def has_message(self) -> bool:
         """Whether a message is known to be ready for the next `read`; always False with grpcio."""
 
     async def read(self) -> bytes | None:
-        """The next message; None once the client has ended its side."""
+        """The next message; None once the client has ended its side of the stream."""
 
     def interrupt(self, error: Exception) -> None:
-        """Let a pending `read` raise `error`; no effect if no `read` is pending."""
+        """Let a pending `read` raise `error`; without a pending `read` this has no effect."""
 
     def trust(self) -> None:
-        """Report that the peer has sent what only a gateway can know; no effect with grpcio."""
+        """Report that the peer has sent a token that only a gateway can know; no effect with grpcio."""
 
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client's flow control allows no message."""
 
     async def relay(self, answer: "Relay") -> bytes | None:
         """Send the answers that `answer` returns for each message, until it reports the last message or the
-        client ends its side. The last answer is not sent but returned; None if there is no answer."""
+        client ends its side. Returns the very last answer instead of sending it; None if there is none."""
 
 
 # A function that takes a message; returns the answers, and whether the message was the last one.
@@ -117,8 +117,8 @@ Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
 class Streaming:
-    """A handler that writes all its answers to the stream, and returns none to be sent last. grpcio registers
-    such a handler as a stream-stream method, and any other handler as a stream-unary method."""
+    """A handler that writes all its answers to the stream, and returns no last answer. grpcio registers such
+    a handler as a stream-stream method, and any other handler as a stream-unary method."""
 
     def __init__(self, handler: Callable[[Stream], Awaitable[object]]) -> None:
         self._handler = handler
@@ -129,13 +129,13 @@ class Streaming:
 
 
 class ByMetadata(NamedTuple):
-    """A method whose handler depends on the metadata of each call: header fields by name."""
+    """A gRPC method whose handler is chosen for each call, by the call's metadata (header fields by name)."""
 
     choose: Callable[[Mapping[bytes, bytes]], Handler]
 
 
 class Health:
-    """The gRPC health service; `Check` and `Watch` report whether a named service is serving."""
+    """The gRPC health service: `Check` and `Watch` report whether a named service is serving."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
@@ -180,7 +180,7 @@ class Health:
 
 
 class _GrpcioStream:
-    """A gRPC stream on the library grpc.aio."""
+    """The implementation of `Stream` on the library grpc.aio."""
 
     __slots__ = ("_context", "_interrupted", "write")
     has_message = False
@@ -224,9 +224,9 @@ class _GrpcioStream:
 class GrpcioTransport:
     """A transport on the library grpc.aio; `handlers` maps paths to handlers.
 
-    A handler that calls `read` and `write` takes about 60 µs less a request than an async generator. Handlers
-    that return a last message are registered as `stream_unary`: gRPC then sends this message with the
-    stream's end, another 60 µs less. In a `stream_unary` method `write` takes bytes and serialises nothing.
+    A handler that calls `read` and `write` takes about 60 µs less for a request than an async generator.
+    Handlers that return a last message are registered as `stream_unary`: gRPC then sends this message with
+    the stream's end, which saves another 60 µs. A `stream_unary` method's `write` takes bytes as they are.
     """
 
     full = ""  # always empty: grpcio does not report whether it refuses streams
@@ -243,14 +243,14 @@ class GrpcioTransport:
                 ("grpc.so_reuseport", 0),  # two replicas that share one port are a mistake, not a cluster
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", -1),
-                # No budget covers unread data in grpcio. On a fast network grpcio would open windows of
-                # megabytes for each stream. A small window costs one message for each 64 KB.
+                # The byte budget does not cover unread data in grpcio, which on a fast network would open a
+                # window of megabytes for each stream. A small window costs one message for each 64 KB.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-                # Envoy pings idle connections; a strict server would answer with GOAWAY.
+                # Accept the pings of Envoy on idle connections, which a strict server answers with GOAWAY.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
-                # Ping silent peers: the streams of a vanished Envoy would stay open for ever.
+                # Ping silent peers, since the streams of a vanished Envoy would stay open for ever.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
             )
@@ -281,11 +281,11 @@ class GrpcioTransport:
         return port
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """Like `NativeTransport.refuse`, with UNAVAILABLE: grpcio itself chooses the HTTP/2 error code."""
+        """Like `NativeTransport.refuse`, but with UNAVAILABLE: grpcio itself sets the HTTP/2 error code."""
         (self._refused.add if wanted else self._refused.discard)(path)
 
     def streams_by_peer(self) -> Counter[str]:
-        return Counter()  # grpcio does not expose the number of streams
+        return Counter()  # grpcio does not report the number of streams
 
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
@@ -298,13 +298,13 @@ class GrpcioTransport:
                 if path in self._refused:
                     raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
                 handler = found.choose(_metadata(context)) if isinstance(found, ByMetadata) else found
-                # Without a last message the client has all answers or is gone: it ignores an empty message.
+                # No last message: the client has all answers or is gone, and ignores an empty message.
                 last = await handler(_GrpcioStream(context))
                 return last if last or isinstance(handler, Streaming) else b""
             except RpcError as fault:
                 code = next(code for code in grpc.StatusCode if code.value[0] == fault.status)
                 await context.abort(code, str(fault))
-                raise AssertionError("abort raises") from fault
+                raise AssertionError("context.abort always raises") from fault
 
         return serve
 
@@ -315,12 +315,12 @@ def _metadata(context: Any) -> Mapping[bytes, bytes]:
 
 
 def _let_loop_run() -> None:
-    """Keep gRPC's waking threads from preempting the event loop's thread.
+    """Keep grpcio's threads from preempting the event loop's thread when they wake.
 
-    gRPC polls and reads in its own threads, which wake ten times a request. In the scheduling class
-    SCHED_BATCH (sched(7)) these threads wait for a free core, get the same share of CPU, and find more work
-    each time they run, while the event loop keeps its CPU caches (docs/decisions.md, 18). Threads started by
-    these threads inherit the class.
+    grpcio polls and reads in threads of its own, which wake ten times a request. In the scheduling class
+    SCHED_BATCH (sched(7)) its threads wait for a free core, get the same share of CPU, and find more work
+    each time they run, while the event loop keeps its CPU caches (docs/decisions.md, 18). Threads that they
+    start inherit the class.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux

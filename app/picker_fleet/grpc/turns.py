@@ -1,11 +1,11 @@
 """Divides the event loop's time among connections, by start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
 A step of the loop does a limited amount of work, in units of about 5 µs. Connections with work wait in the
-order of their tags: the virtual time at which each has used its share. So a connection with little work goes
-first, however much work the others have.
+order of their tags: a tag is the virtual time at which the connection has used its share. So a connection
+with little work goes first, however much work other connections have.
 
-Trusted connections go before strangers, and strangers together get a limited part of the loop's time: a flood
-of theirs takes no CPU from the gateway, which may share the machine.
+Trusted connections go before untrusted ones (strangers). All strangers together get a limited part of the
+loop's time: if they flood the picker, they take no CPU from the gateway, which may share the machine.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import itertools
 from collections import deque
 from typing import Any, Final, Protocol
 
-_TURNS_A_STEP: Final = 4  # a connection's turn is at most this part of a step
-_CANCEL_WORK: Final = 10  # units of work that a cancelled task causes
-_TICK_S: Final = 0.005  # seconds until strangers that have used their part of the time may work again
+_TURNS_A_STEP: Final = 4  # a connection's turn takes at most a quarter of a step's work
+_CANCEL_WORK: Final = 10  # units of work for cancelling a task
+_TICK_S: Final = 0.005  # after this many seconds, strangers that have used up their work get more
 
 
 class Line:
-    """Connections that wait for a turn, and their virtual time: the tag of the one that had the last turn."""
+    """Connections that wait for a turn, and their virtual time `now`: the tag of the latest turn."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,22 +28,22 @@ class Line:
 
 
 class Worker(Protocol):
-    """A connection, for `Turns`; only `Turns` writes `tag`, `line` and `queued`."""
+    """A connection as `Turns` sees it. Only `Turns` writes `tag`, `line` and `queued`."""
 
-    tag: float  # virtual time
-    line: Line | None  # to which `tag` belongs
+    tag: float  # the virtual time at which the connection has used its share
+    line: Line | None  # the line whose virtual time `tag` is
     queued: bool
 
     @property
     def trusted(self) -> bool: ...
 
     def work(self, most: int) -> tuple[int, bool]:
-        """Do about `most` units of work. Returns the number of units done, and whether work is left."""
+        """Do about `most` units of work. Returns the units of work done, and whether work is left."""
 
 
 class Turns:
     """Gives connections turns to work: at most about `step_work` units of work in one step of the event loop,
-    and `strangers_work` units a second for all strangers."""
+    and at most `strangers_work` units a second for all untrusted connections (strangers)."""
 
     def __init__(self, step_work: int, strangers_work: int) -> None:
         self._step_work = self._left = step_work
@@ -56,7 +56,8 @@ class Turns:
         self._renewing = self._ticking = False
 
     def ask(self, worker: Worker) -> None:
-        """Give a connection with new work a turn: now, or later if the step is used up or lower tags wait."""
+        """Give a connection with new work a turn: now, or later if the step's work is used up or a connection
+        with a lower tag waits."""
         if worker.queued:
             return
         line, tag = self._place(worker)
@@ -66,7 +67,7 @@ class Turns:
             self._wait(line, tag, worker)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task in this step, or in a later one if this step has no work left."""
+        """Cancel a task in this step of the event loop, or in a later step if this step's work is used up."""
         if self._left > 0 and not self._cancelled:
             self._left -= _CANCEL_WORK
             task.cancel()
@@ -75,7 +76,7 @@ class Turns:
         self._renew_soon()
 
     def _place(self, worker: Worker) -> tuple[Line, float]:
-        """The line of a connection, which changes with its trust, and its tag there."""
+        """The line in which a connection waits, which depends on whether it is trusted, and its tag there."""
         line = self._trusted if worker.trusted else self._strangers
         if worker.line is not line:
             worker.line, worker.tag = line, line.now
@@ -108,7 +109,7 @@ class Turns:
             self._loop.call_soon(self._renew)
 
     def _renew(self) -> None:
-        """Begin a step: continue with work that earlier steps have left."""
+        """Begin a step of the event loop: continue with work that earlier steps have left."""
         self._renewing = False
         now_s = self._loop.time()
         more = (now_s - self._renewed_s) * self._strangers_work

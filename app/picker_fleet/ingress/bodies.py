@@ -19,7 +19,7 @@ from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import BadRequest, Unsupported, UnsupportedEncoding
 
 _MOST_ENCODINGS = 2
-_STEP_BYTES = 256 * 1024  # bytes to read or decode before letting the event loop run other tasks
+_STEP_BYTES = 256 * 1024  # after reading or decoding this many bytes, let the event loop run other tasks
 _SLICE_BYTES = 16 * 1024
 _ZSTD_SLICE_BYTES = 256  # four bytes of zstd can expand to 128 KiB; the decoder has no output limit
 _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest zstd window, in bytes, that RFC 9659 allows for HTTP
@@ -86,7 +86,7 @@ async def _decode(name: str, text: bytes, into: BodyBuffer) -> None:
         raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
 
 
-_Steps = Iterator[tuple[int, bytes]]  # yields how many bytes were read, and the decoded bytes
+_Steps = Iterator[tuple[int, bytes]]  # yields pairs: the number of bytes read, and the decoded bytes
 
 
 def _inflated(text: bytes, window_bits: int) -> _Steps:
@@ -105,7 +105,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
                 chunk = decoder.decompress(more, _STEP_BYTES)
                 yield len(more), chunk
                 more = decoder.unconsumed_tail
-                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk there may be more output
+                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk the decoder may have more
                     break
         at -= len(decoder.unused_data)
 
@@ -115,7 +115,7 @@ def _gunzipped(text: bytes) -> _Steps:
 
 
 def _deflated(text: bytes) -> _Steps:
-    """Inflate `text`, with a zlib header, as RFC 9110 requires, or without one, as many clients send."""
+    """Inflate `text`: with a zlib header, as RFC 9110 requires, or without it, as many clients send."""
     has_head = len(text) >= 2 and text[0] & 15 == 8 and int.from_bytes(text[:2], "big") % 31 == 0
     return _inflated(text, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
@@ -156,8 +156,8 @@ _DECODERS: Final[dict[str, Callable[[bytes], _Steps]]] = {
 
 
 def as_utf8(text: bytes) -> bytes:
-    """JSON `text` converted to UTF-8 from UTF-16 or UTF-32, without byte order mark and trailing NULs, which
-    engines accept; `text` itself if it cannot be decoded."""
+    """JSON `text` converted from UTF-16 or UTF-32 to UTF-8, without its byte order mark and trailing NULs
+    (which engines accept); `text` itself if it cannot be decoded."""
     encoding = json.detect_encoding(text)
     if encoding not in ("utf-8", "utf-8-sig"):
         try:
@@ -168,14 +168,14 @@ def as_utf8(text: bytes) -> bytes:
 
 
 class OtherBody:
-    """A body that is not JSON. `at` is the byte range of the model in a form, None if there is no model."""
+    """A body that is not JSON. `at` is the byte range of the model's name in a form; None without a model."""
 
     def __init__(self, text: bytes, at: tuple[int, int] | None = None, *, is_quoted: bool = False) -> None:
         self.text, self._at, self._is_quoted = text, at, is_quoted
 
     @property
     def values(self) -> Mapping[str, memoryview]:
-        """Returns no hashes: the body has no prompt that the picker can read."""
+        """Returns nothing: the picker can read no prompt in a body that is not JSON."""
         return {}
 
     def with_model(self, name: bytes) -> bytes:

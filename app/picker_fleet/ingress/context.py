@@ -1,5 +1,5 @@
-"""The state that all requests of a pool share, in every mode, and `Decision`, which takes one request from
-its headers to its endpoints or refusal. `ext_proc/` and `http/` translate between Envoy and a `Decision`.
+"""The state that all requests of a pool share in every mode, and the class `Decision`, which takes one
+request from its headers to its endpoints or its refusal. `ext_proc/` and `http/` translate for Envoy.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
 STALLED_S = 30.0  # an upload that sends nothing for this many seconds is ended
-MAX_UPLOADS = 2048  # maximum incomplete uploads; one more ends the upload that has been silent for longest
+MAX_UPLOADS = 2048  # at this many incomplete uploads, a new one ends the upload that is silent for longest
 _CHECKS = 6  # number of checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
-_MAX_PATHS = 4096  # cached path lookups
-_MAX_FLOWS = 16_384  # maximum flows remembered; a forgotten flow counts as new again
-_NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at least a /64
+_MAX_PATHS = 4096  # maximum cached lookups of request paths
+_MAX_FLOWS = 16_384  # maximum flows to remember; a forgotten flow counts as new again
+_NETWORK_BITS = 64  # an IPv6 network of this prefix counts as one client: a customer gets at least a /64
 _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # largest burst of reads, in seconds of `extproc.read_rate`
 
@@ -62,7 +62,7 @@ SHOULD_RETRY: Final = "x-should-retry"  # `false` keeps OpenAI's and Anthropic's
 _PRESSURE_STEPS = 100
 PRESSURES: Final = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 _RETRY_AFTER_S = 1
-_LONGEST_RETRY_S = 120  # OpenAI's client waits no longer; Anthropic's would wait a month
+_LONGEST_RETRY_S = 120  # longest Retry-After: OpenAI's client waits no longer; Anthropic's would wait a month
 _REMOVED: Final = tuple((name, "") for name in OF_SIDECAR)
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
@@ -72,14 +72,14 @@ class UploadOverdue(Exception):
 
 
 class UploadDeadlines:
-    """Ends uploads that stall or take too long: the pending read of their stream raises UploadOverdue.
+    """Ends request uploads that stall or take too long: the pending read of the stream raises UploadOverdue.
 
     Envoy does not report a client that vanishes during its upload, and a deadline in Envoy would include the
     wait in the queue. Without a deadline in the picker such an upload would keep its part of
     `extproc.max_buffered_bytes` for ever and delay every drain.
 
-    `clock` is in seconds. An upload ends after `stalled_s` without a message, or `whole_s` after the upload's
-    start. If more than `most` uploads wait for messages, the upload that has waited longest ends.
+    `clock` is in seconds. An upload is ended after `stalled_s` without a message, or `whole_s` after its
+    start. If more than `most` uploads wait for messages, the upload that has waited longest is ended.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class UploadDeadlines:
 
 
 class AllowedPaths:
-    """Looks up by method and path how to serve a request, and caches each result."""
+    """Finds how to serve a request, by its method and path, and caches each result."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self._paths = Paths(configured, passes=passes)
@@ -150,9 +150,9 @@ class AllowedPaths:
 class NewFlowLimit:
     """Lets each source begin `per_minute` new flows a minute (docs/fairness.md).
 
-    Each flow gets its own fair share of the stock, so a client that invents flows could take more. A known
-    flow costs one dictionary lookup; flows in `configured` are never new. `hops` is the number of proxies
-    between clients and Envoy that append to x-forwarded-for. `clock` is in seconds.
+    Each flow gets a fair share of the stock, so a client that invents flows could take more than its share. A
+    known flow costs one dictionary lookup; flows in `configured` are never new. `hops` is the number of
+    proxies between clients and Envoy that append to x-forwarded-for. `clock` is in seconds.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLim
 class OpenRequests:
     """Counts the replica's open requests, in all pools and modes, so that a drain can wait for them.
 
-    `closed`: the replica drains and refuses new requests; queued requests wait on.
+    `closed`: the replica drains and refuses new requests; queued requests keep waiting.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class OpenRequests:
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """The objects that all requests of a pool share. `paths` is None for a pool that this replica does not
-    serve. `reads` limits requests without admission; `fill` returns the used part of the queue's capacity, 0
+    serve. `reads` limits the rate of read requests; `fill` returns the used part of the queue's capacity, 0
     to 1. `clock` counts seconds from any origin. `selected` parses the header by which the conformance suite
     chooses endpoints; None if clients may not choose. `tokens` is None unless KV events are read."""
 
@@ -267,7 +267,7 @@ class ExchangeContext:
     tokens: TokenPrefixes | None = None
 
     def way(self, method: bytes, path: bytes, *, has_body: bool) -> Way:
-        """How a request with this method and path is served. Counts a read request towards the read limit.
+        """How a request with this method and path is served. A read request counts towards the read limit.
 
         Raises:
             UnknownPool: the proxy names a pool that is not served here.
@@ -281,7 +281,7 @@ class ExchangeContext:
         if way is None:
             if not self.settings.extproc.conformance:
                 raise UnknownPath(NOT_LISTED)
-            return Way("inference" if has_body else "read")  # the conformance suite requests unlisted paths
+            return Way("inference" if has_body else "read")  # the conformance suite sends unlisted paths
         if way.kind == "read":
             wait_s = self.reads.take()
             if wait_s:
@@ -301,7 +301,7 @@ class ExchangeContext:
         self, body: bytes | None, headers: Mapping[str, bytes], way: Way
     ) -> tuple[Ask, BodyBuffer | None]:
         """Parse a request's `body` (None: no body). Also returns the buffer that charges a decoded body to
-        the budget, None if the body was not encoded; release it when the parsed request is dropped.
+        the budget, or None if the body was not encoded; the caller must release this buffer.
 
         Raises:
             UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or is too large.
@@ -328,9 +328,9 @@ class Decision:
     in the modes `lean` and `http` its access-log entry does. `path` selects the error format of a refusal.
     `trusts_id`: Envoy itself has set the header x-request-id.
 
-    `placement` is set until `placed` or `withdraw` is called. `request_id` is the request's id in the access
-    log, '' if the picker needs no access-log entry about the request. `pressure` is the value of
-    `x-queue-pressure` for the client. Times are in seconds of the context's clock.
+    `placement` is set from the admission until `placed` or `withdraw` is called. `request_id` is the
+    request's id in the access log; '' if the picker needs no access-log entry about the request. `pressure`
+    is the value of `x-queue-pressure` for the client. Times are in seconds of the context's clock.
     """
 
     def __init__(self, context: ExchangeContext, mode: str = "", path: bytes = b"") -> None:
@@ -348,8 +348,8 @@ class Decision:
         self._ask: Ask | None = None  # is set only while KV events are read
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
-        """Choose endpoints for a request without admission. First comes the endpoint that stores the state
-        named by the request, else the endpoint of its session.
+        """Choose endpoints for a request that needs no admission. The first endpoint is the one that stores
+        the state which the request names, else the endpoint of the request's session.
 
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.
@@ -358,7 +358,7 @@ class Decision:
         origin = await context.origins.find((way.ref,)) if way.ref else ""
         session = context.intake.session_of(headers)
         placement = context.chooser.route(subset, origin=origin, session=session)
-        if way.has_state and self.mode != "standard":  # the access log reports the state ids in the answer
+        if way.has_state and self.mode != "standard":  # the access log reports ids of state in the answer
             self.request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or context.intake.new_id()
             placement = placement._replace(accounting_token=context.origins.read_token(self.request_id))
         self.placement, self.placed_s = placement, context.clock()
@@ -387,8 +387,8 @@ class Decision:
 
     async def admit(self, age_s: float = 0.0) -> None:
         """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
-        ago. If another request has the same id, this request gets a new id. A request that refers to stored
-        state goes to the endpoint that has the state.
+        seconds ago. If another request has the same id, this request gets a new id. A request that refers to
+        stored state goes to the endpoint that has the state.
 
         Raises:
             RequestError: as `Admission.admit`, or the replica drains.
@@ -412,11 +412,11 @@ class Decision:
     async def confirm(self, age_s: float) -> None:
         """Make sure that the request still has the placement made `age_s` seconds ago.
 
-        Nothing renews a lease before Envoy has the answer. If the lease has expired, the request queues again
-        with its original arrival time (G4).
+        No lease is renewed before Envoy has the answer. If the request's lease has expired, the request
+        queues again with its original arrival time (G4).
 
         Raises:
-            RequestError: as `Admission.confirm` and `admit`.
+            RequestError: for the same reasons as in `Admission.confirm` and `Admission.admit`.
         """
         request, placement, gate = self.request, self.placement, self._context.gate
         if request is None or placement is None or await gate.confirm(request.id, placement, age_s):
@@ -428,8 +428,8 @@ class Decision:
     def destinations(self, placement: Placement) -> str:
         """The picked endpoints as the value of the header `x-gateway-destination-endpoint`.
 
-        If a subset or labels restrict the request, repeat its endpoints so that each of Envoy's attempts has
-        one: after the last, Envoy would try any endpoint of the pool.
+        If a subset or labels restrict the request, repeat its endpoints until each of Envoy's attempts has
+        one: after the last named endpoint, Envoy would try any endpoint of the pool.
         """
         named = placement.endpoints
         if self._subset is not None or (self.request is not None and self.request.selector):
@@ -438,8 +438,8 @@ class Decision:
         return ",".join(named)
 
     def stage_headers(self, placement: Placement) -> tuple[tuple[str, str], ...]:
-        """The headers that name the request's prefill endpoint and encoders, and their values; a header with
-        the value '' is to be removed from the client's request."""
+        """The headers that name the request's prefill endpoint and encoders, and their values. Envoy removes
+        a header with the value '' from the client's request."""
         stages, request = self._context.settings.scheduling.stages, self.request
         encoders: tuple[str, ...] = ()
         if request is not None and request.media:
@@ -456,7 +456,7 @@ class Decision:
         return quota_headers(quota, is_anthropic=is_anthropic, now_s=time.time())
 
     def placed(self) -> None:
-        """Count and log the placement, which Envoy now gets; without a placement do nothing."""
+        """Count and log that Envoy now gets the placement; do nothing without a placement."""
         placement, self.placement = self.placement, None
         if placement is None:
             return
@@ -466,7 +466,7 @@ class Decision:
         if placement.prefillers:
             context.metrics.split(self.mode, self.model, self.target_model)
             if self.mode != "standard" and placement.prefill_s is not None:
-                # Only in `standard` the picker sees the answer begin; else the access log reports that later.
+                # In `standard` the picker sees the answer begin; in other modes the access log reports this.
                 asyncio.get_running_loop().call_later(
                     placement.prefill_s, context.gate.prefilled, self.request_id
                 )
@@ -544,12 +544,12 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
 
 
 def _is_of_anthropic(path: bytes) -> bool:
-    """Whether `path` belongs to Anthropic's API: `/v1/messages`, or a path below."""
+    """Whether `path` belongs to Anthropic's API: `/v1/messages`, or a path below `/v1/messages`."""
     return b"/v1/messages" in path and b"/v1/messages/" in path.partition(b"?")[0] + b"/"
 
 
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
-    """The value of `x-queue-pressure`, `0.00` to `1.00`: how near a request is to a refusal.
+    """The value of the header `x-queue-pressure`, `0.00` to `1.00`: how near a request is to a refusal.
 
     The value is the greater of `fill`, the used part of the queue, and the part of its TTL that the request
     has waited. The replica computes this pressure without a call to Redis.

@@ -1,14 +1,14 @@
-"""Estimates a request's cost from the body: in sequences if the stock counts requests, else in tokens. Pure.
+"""Estimates a request's cost from its body: in sequences if the stock counts requests, else in tokens. Pure.
 
-A prompt's text costs base + slope · size tokens, a line that lua/lib/usage.lua learns for each model from the
-usage that engines report. `_text_size` is the size: each letter, blank and non-ASCII byte of the text counts
-1, each other byte 2, since tokenizers split texts at digits and punctuation. Fields outside the prompt do not
+A prompt's text costs base + slope · size tokens: lua/lib/usage.lua fits this line for each model to the usage
+that engines report. `_text_size` gives the size: each letter, blank and non-ASCII byte of the text counts 1,
+each other byte 2, since tokenizers split texts at digits and punctuation. Fields outside the prompt do not
 count. The JSON around a message counts, since a chat template adds about as many tokens to each message.
 
-An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
-answers count on all paths: an engine ignores an unknown member, but the picker charges for it.
-The cost rests on a client's claim: a request takes at most a share of the stock's bound, the model's
-`max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage.
+An engine runs one sequence for each answer to each prompt of a request. The picker counts JSON members with
+prompts, or with a number of answers, on all paths, even where an engine ignores such a member.
+A client could claim a false cost. So a request takes at most a share of the stock's bound, the model's
+`max_model_len` bounds the cost, and `settle` corrects the cost if the engine reports its usage.
 """
 
 import re
@@ -24,7 +24,7 @@ from picker_fleet.ingress import media
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS
 
 _ANSWERS: Final = {"n", "best_of", "num_return_sequences", "candidateCount"}
-# Members that limit the answer's length. Engines read different members: the largest number counts.
+# JSON members that limit the answer's length. Engines read different members, so the largest number counts.
 MAX_ANSWER: Final = {
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
@@ -39,25 +39,25 @@ _MORE_PROMPTS: Final = (
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
 )
 _ALL_PROMPTS: Final = (*PROMPTS, *_MORE_PROMPTS)
-_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # under other names objects are parts of one prompt
+_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # in other members, objects are parts of one prompt
 SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members that may request more sequences
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
-_MOST_PARSED_BYTES = 64 * 1024  # elements of longer lists are counted unparsed; longer sections do not count
-_LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
+_MOST_PARSED_BYTES = 64 * 1024  # count elements of longer lists unparsed; ignore longer sections
+_LONGEST_NUMBER = 400  # maximum bytes of a number in JSON: no finite number needs more
 
 _IN_PROMPT = frozenset((*PROMPT_MEMBERS, *_ALL_PROMPTS, *media.MEMBERS, "query"))
-_SAMPLE_BYTES = 1024  # a longer body is judged by this many bytes from its middle
+_SAMPLE_BYTES = 1024  # the size of a longer body is estimated from this many bytes of its middle
 _COUNTED_ONCE = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ " + bytes(range(128, 256))
-_SIZE_OF_A_FIELD_BYTE = 1.3  # bytes of fields such as `"temperature":0.7,`
+_SIZE_OF_A_FIELD_BYTE = 1.3  # mean size (`_size`) of a byte in fields such as `"temperature":0.7,`
 # Escaped characters that take two bytes in UTF-8, and escaped characters that mostly take three.
 _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"\\u[0-9a-fA-F]{4}")
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
-_JSON_TEXTS = (msgspec.Raw, memoryview)  # Python builds a new union object each time the expression runs
+_JSON_TEXTS = (msgspec.Raw, memoryview)  # a tuple: an expression `A | B` would build a new object each time
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
@@ -70,9 +70,9 @@ def sequences(members: Members) -> int:
 
 
 class Estimate(NamedTuple):
-    """The estimated tokens of a request: of its prompts, and of its answers for all sequences.
+    """The estimated tokens of a request: of all its prompts, and of the answers of all its sequences.
 
-    `lacks_answer`: `answer` is 0 because no estimate is known; the scripts add the mean answer. `prompt_size`
+    `lacks_answer`: `answer` is 0, since no estimate is known; the scripts add the mean answer. `prompt_size`
     is the size of the prompt's text; 0 if the engine's usage will count more than this text. `media` counts
     the request's images, audio and video, except files in a form.
     """
@@ -100,8 +100,8 @@ def tokens(
 
     `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
     `is_one`: the body has one prompt, which is text or chat messages, and no sections.
-    `line` is the line of the request's model. `count` is the number of sequences; `most` bounds the tokens of
-    prompt plus answer in each; `default` is the assumed length of each of several answers of unknown length.
+    `line` is the prompt line of the request's model. `count` is the number of sequences; `most` bounds the
+    tokens (prompt and answer) of a sequence; `default` is the assumed length of each of several answers.
     """
     others = {name: value for name, value in members.items() if name not in _IN_PROMPT}
     longest = (_largest_in if is_one else _largest)(others, MAX_ANSWER)
@@ -112,7 +112,7 @@ def tokens(
             ids += text.count(b",") + 1
     media_bytes, media_tokens, found = media.of_form(body, files) if files else media.found(body, members)
     size = _text_size(body, size_bytes, _length(others), media_bytes)
-    # Comparisons: calls of min and max take a tenth of this function's time.
+    # Use comparisons here: calls of min and max would take a tenth of this function's time.
     other_tokens, bound = ids + media_tokens, count * most
     bound = bound if bound < MOST_COST else MOST_COST
     prompt = line.tokens(size) + other_tokens
@@ -132,7 +132,7 @@ def _lists(members: Members) -> Iterator[tuple[str, bytes]]:
         if type(value) is str:
             continue
         if type(value) is list and value and type(value[0]) is dict and name not in _OBJECTS_ARE_PROMPTS:
-            continue  # a list of chat messages is one prompt
+            continue  # a list of chat messages counts as one prompt
         if (text := _json(value)).startswith(b"["):
             yield name, text
 
@@ -170,7 +170,7 @@ def _size(text: bytes) -> int:
 
 
 def _largest(members: Members, names: set[str]) -> float:
-    """The largest number under any of `names`, in `members` or in sections of these; 0 if there is none."""
+    """The largest number under any of `names` in `members` or in a section of `members`; 0 without any."""
     found = _largest_in(members, names)
     for section in _SECTIONS.intersection(members):
         value = members[section]
@@ -195,7 +195,7 @@ def _largest_in(members: Members, names: set[str]) -> float:
 
 
 def _number(value: object) -> float:
-    """The number `value`, which may be a quoted number, as engines accept; 0 for anything else."""
+    """`value` as a number; it may be quoted, as engines accept. 0 if it is no number."""
     if isinstance(value, _JSON_TEXTS):
         if len(text := bytes(value)) > _LONGEST_NUMBER:
             return 0.0

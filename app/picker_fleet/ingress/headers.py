@@ -1,8 +1,8 @@
-"""Parses the request headers that the picker reads (docs/protocol.md). Called by intake.
+"""Parses the request headers that the picker reads (docs/protocol.md). intake.py calls this module.
 
-If a request has a header in both spellings, `x-gateway-…` and `x-llm-d-…`, the former counts. A malformed
-header raises a `BadRequest` that names it (G10), except for a malformed workload context, which makes an
-anonymous workload of criticality 3 (docs/specification.md).
+If a request has a header in both spellings, `x-gateway-…` and `x-llm-d-…`, the first spelling counts. A
+malformed header raises a `BadRequest` that names the header (G10). Only a malformed workload context raises
+nothing: it makes an anonymous workload of criticality 3 (docs/specification.md).
 """
 
 import math
@@ -28,8 +28,8 @@ CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
 OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
 FORWARDED_FOR = "x-forwarded-for"
 TTL = "x-llm-d-inference-ttl"
-# The headers with a client's own deadline. Another Envoy in front of this one sets ROUTE_TIMEOUT; Envoy
-# accepts this header only from internal peers.
+# Headers that give a client's own deadline. Another Envoy in front of the picker's Envoy sets ROUTE_TIMEOUT;
+# Envoy accepts ROUTE_TIMEOUT only from internal peers.
 REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
@@ -38,14 +38,14 @@ SLO_TTFT, SLO_TPOT = SLO = ("x-slo-ttft-ms", "x-slo-tpot-ms")
 WORKLOAD = "x-workload-context"
 SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
 TRACE = "traceparent"
-TEST_SELECTION = "test-epp-endpoint-selection"  # a header that the conformance suite sends
+TEST_SELECTION = "test-epp-endpoint-selection"  # the conformance suite chooses endpoints by this header
 HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, WORKLOAD, TTL, *DEADLINES, *SLO, SESSION_HEADER, *OF_BODY)
 )
 TIMES = frozenset((TTL, *DEADLINES))
 
 MAX_WORKLOAD_ID_BYTES = 128
-_SHORT_CONTEXT = 512  # in characters; longer workload contexts are not cached
+_SHORT_CONTEXT = 512  # maximum characters of a workload context that is cached
 DEFAULT_CRITICALITY = 3
 ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
@@ -59,7 +59,7 @@ _MS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 def read_subset(hint: object) -> tuple[str, ...]:
     """The endpoints (`ip:port`, canonical) of a subset hint. `hint` is a list or a comma-separated string.
 
-    Entries that are no addresses are left out; a hint of any other type gives no endpoints.
+    Entries that are not addresses are ignored; a hint of any other type gives no endpoints.
     """
     entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
     found: list[str] = []
@@ -69,12 +69,12 @@ def read_subset(hint: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-# A gateway's hints repeat the same endpoints, hundreds in each request.
+# Cached, since each request's subset hint repeats the same endpoints, possibly hundreds.
 _canonical = lru_cache(maxsize=10_000)(endpoint_address)
 
 
 def selected_endpoints(endpoints: SnapshotCell, choice: bytes) -> tuple[str, ...]:
-    """The endpoints that the conformance suite's header names, by `ip:port` or by an `ip` of `endpoints`."""
+    """The endpoints that the conformance suite's header `choice` names, each as `ip:port` or as an `ip`."""
     parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
     by_host: dict[str, list[str]] = {}
     for address in (each.address for each in endpoints.current.decoders):
@@ -93,7 +93,7 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
 
 
 def ttl_of(headers: Mapping[str, bytes], most_s: float) -> tuple[float, bool]:
-    """The seconds that a request may wait, at most `most_s`, and whether the client's own deadline sets them.
+    """How many seconds a request may wait, at most `most_s`, and whether a deadline of the client sets that.
 
     Raises:
         BadRequest: a header is malformed; the message names it.
@@ -105,7 +105,7 @@ def ttl_of(headers: Mapping[str, bytes], most_s: float) -> tuple[float, bool]:
 
 
 def _deadline_s(headers: Mapping[str, bytes]) -> float:
-    """Seconds until the earliest of the client's own deadlines; infinite without any.
+    """The seconds until the client's earliest deadline; infinite if the client sets no deadline.
 
     `x-request-timeout` is in seconds or a duration such as `500ms`; `grpc-timeout` has gRPC's format; the
     route timeout is in milliseconds, and 0 means no timeout.
@@ -128,7 +128,7 @@ def _deadline_s(headers: Mapping[str, bytes]) -> float:
 
 
 def latency_of(headers: Mapping[str, bytes], configured: LatencyObjective) -> LatencyObjective:
-    """The request's latency objective: each time as its header says, else as `configured`.
+    """The request's latency objective: each time comes from its header, or else from `configured`.
 
     Raises:
         BadRequest: a header is malformed; the message names it.
@@ -153,12 +153,12 @@ def _duration_s(name: str, text: str) -> float:
     except ValueError as fault:
         raise BadRequest(f"header {name}: {fault}") from None
     if seconds <= 0:
-        raise BadRequest(f"header {name}: must be above zero")
+        raise BadRequest(f"header {name}: the duration must be above zero")
     return seconds
 
 
 def workload_of(headers: Mapping[str, bytes]) -> Workload:
-    """The workload that the headers name; an anonymous workload if the headers have no workload context.
+    """The workload that the headers name; an anonymous workload without the workload-context header.
 
     Raises:
         BadRequest: the workload context is not valid UTF-8.
@@ -170,7 +170,7 @@ def workload_of(headers: Mapping[str, bytes]) -> Workload:
 
 
 def _workload(text: str) -> Workload:
-    """The workload of the header value `text`; a malformed text makes an anonymous workload."""
+    """The workload in the header value `text`; an anonymous workload if `text` is malformed."""
     try:
         context = orjson.loads(text)
     except orjson.JSONDecodeError:

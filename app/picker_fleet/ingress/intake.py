@@ -1,8 +1,8 @@
-"""Turns headers and a body into an `InferenceRequest`. Pure: its ids and random numbers are injected.
+"""Turns a request's headers and body into an `InferenceRequest`. Pure: its ids are injected.
 
 The picker calls this module for each request. The module `headers` parses headers, `json_body` reads JSON
 bodies that are too large or unusual to be decoded whole here, and `bodies` reads bodies that are not plain
-JSON. A malformed body or header raises a `BadRequest` that names it (G10).
+JSON. A malformed body or header raises a `BadRequest` that names the fault (G10).
 """
 
 import math
@@ -62,15 +62,15 @@ from picker_fleet.scheduling.extension_calls import CostFacts
 from picker_fleet.scheduling.sessions import session_token_of
 from picker_fleet.state.accounting_token import Keyring
 
-_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # request headers that do not become fields of a request
+_PLAIN = frozenset((REQUEST_ID, *OF_BODY))  # a request with only these headers needs no parsing of headers
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _SLO = frozenset(SLO)
-_MAX_MODEL_SETTINGS = 1000  # maximum cached pairs of model and objective
+_MAX_MODEL_SETTINGS = 1000  # maximum pairs of model and objective whose settings are cached
 
-UNNAMED = "unnamed"  # stands for the model of a request that names and needs none
+UNNAMED = "unnamed"  # stands for the model of a request that names no model and needs none
 _NO_NAMES = (b"null", b'""')
 _JSON_TYPE = b"application/json"
-# Content types under which clients send JSON, curl's default among them; a server may or may not read JSON.
+# Content types under which clients send JSON, such as curl's default; some servers then read it as JSON.
 _JSON_TYPES = re.compile(
     rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
 )
@@ -80,18 +80,18 @@ _MOST_KEY_CHARS = 512  # maximum characters of a session key, or of the id of a 
 _ANYWHERE: Mapping[str, str] = {}
 _NO_MEMBERS: cost.Members = {}
 
-# Length of a body's hexadecimal digest. Attackers know neither digest nor body, so a short digest suffices.
+# Hexadecimal digits of a body's digest. Attackers know neither digest nor body, so a short digest suffices.
 _DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Ask(NamedTuple):
-    """The model, stream flag, size and ids of stored state that a request's body gives.
+    """What a request's body asks for: its model, stream flag, size and ids of stored state.
 
-    `model` is '' if the body names none; `needs_model` is False on a path of no known API. `read` is the
+    `model` is '' if the body names no model; `needs_model` is False on a path of no known API. `read` is the
     parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are already decoded.
     `body_bytes` counts the bytes of the whole body; `files` has the byte ranges of a form's files. `refers`
-    are the ids of stored state that the request continues. `can_split` and `generates` are as in the `Way`.
+    has the ids of stored state that the request continues. `can_split` and `generates` come from the `Way`.
     """
 
     model: str
@@ -111,7 +111,7 @@ class Ask(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The bytes of the body; empty for a request that was admitted without its body."""
+        """The bytes of the request's body; empty if the request was admitted without a body."""
         return self.read or b"" if self.read is None or isinstance(self.read, bytes) else self.read.text
 
     def renamed(self, target: str) -> bytes:
@@ -129,7 +129,7 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
     `content_type` says that the body is not JSON.
 
     Raises:
-        BadRequest: the body is empty, not JSON, or repeats a used key; or its model is unusable.
+        BadRequest: the body is empty, not JSON, or repeats a key that counts; or its model is unusable.
     """
     if content_type and content_type != _JSON_TYPE:
         is_multipart = content_type[:9].lower() == b"multipart"
@@ -158,8 +158,8 @@ def _refers(members: cost.Members) -> tuple[str, ...]:
 
 
 def _text_at(members: cost.Members, path: str) -> str:
-    """The string of at most `_MOST_KEY_CHARS` at `path` (`member` or `member.inner`); '' if there is none.
-    Each member is either decoded or a JSON text."""
+    """The string at `path` (`member` or `member.inner`); '' if it is missing or over `_MOST_KEY_CHARS` long.
+    Each of `members` is either decoded or a JSON text."""
     name, _, inner = path.partition(".")
     value: Any = members.get(name, "")
     if not isinstance(value, str | dict):
@@ -179,7 +179,7 @@ def bodiless(way: Way) -> Ask:
 
 def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
     """Parse a body that is not a JSON object in UTF-8; raise `fault` unless the model may be named elsewhere.
-    If a model server could read the body as a JSON object with a model, do so here, too."""
+    A body that a model server could read as a JSON object with a model is read in the same way here."""
     plain = as_utf8(text)
     whole = without_half_pairs(plain)
     if whole != text:
@@ -209,7 +209,7 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
     """Parse a body that is a JSON object; `can_split` is copied from the `Way`.
 
     Raises:
-        BadRequest: the body is empty, no JSON object, or repeats a used key; or its model is unusable.
+        BadRequest: the body is empty, no JSON object, or repeats a key that counts; or its model is unusable.
     """
     short = text if len(text) <= SMALL_BYTES else without_long_strings(text)
     members = _simple_members(short)
@@ -222,7 +222,7 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
     try:
         values = (body if short is text else Body(short)).values
     except BadRequest:
-        values = body.values  # raises an error that gives the position in the whole body
+        values = body.values  # raises an error with the fault's position in the whole body
     member = values.get(MODEL)
     model = (
         "" if member is None or bytes(memoryview(member)[:5]) in _NO_NAMES else _model_of(memoryview(member))
@@ -232,12 +232,12 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:
-    """The decoded members of a small body; None if it may have duplicate keys at some depth.
+    """The decoded members of a small JSON body; None if the body may have duplicate keys at some depth.
 
     `Body` makes msgspec call `Enum._missing_` for every key. This call takes 1 µs a key, most of the time for
-    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate
-    member, so the body encoded again has fewer quotes. Only a `\\u` escape can spell a quote or a key in
-    another way.
+    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops duplicate members:
+    if the decoded body, encoded again, has fewer quotes, the body had duplicate keys. Only a `\\u` escape
+    could spell a quote or a key in another way.
     """
     if len(text) > SMALL_BYTES or (b"\\" in text and b"\\u" in text):
         return None
@@ -267,7 +267,8 @@ class Intake:
 
     `new_id` makes unique ids (UUIDs); `keys` has the key that chooses variants; `prefixes` says whether a
     scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report;
-    `prompt_line` returns the line of a model's prompts; `estimate_cost` is a cost estimator from outside.
+    `prompt_line` returns a model's line, which gives a prompt's tokens by the prompt's size; `estimate_cost`
+    is the cost estimator of an extension.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class Intake:
         self._tenant_headers = () if tenants is None else tenants.headers or ()
         self._plain = _PLAIN.union(self._tenant_headers)
         separator = "" if tenants is None else tenants.separator
-        # Cached, since requests repeat the same values.
+        # Cached, since requests repeat the same values of tenants' headers.
         self._path_of = lru_cache(maxsize=4096)(partial(_path_of, self._tenant_headers, separator))
         self._default_model = settings.default_model or ""
         self._only_model = settings.models[0].name if len(settings.models) == 1 else ""
@@ -326,9 +327,9 @@ class Intake:
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
     ) -> None:
-        """Replace the live objectives and model rewrites.
+        """Replace the live objectives and model rewrites (from the Kubernetes API).
 
-        A live entry overrides a configured one of the same name; an objective keeps its configured weight.
+        A live entry overrides a configured entry of the same name; an objective keeps its configured weight.
         `priorities` maps an objective to its priority. `anything` is the rewrite of models not in `rewrites`.
         """
         live = {
@@ -349,8 +350,8 @@ class Intake:
     ) -> InferenceRequest:
         """Make the request from its body `ask` and its `headers` (lower-case names, raw values).
 
-        `trusted` says that Envoy itself set `x-request-id`; otherwise an id is made. Where a model has
-        several variants, Envoy's id chooses among them, or else the flow and the body.
+        `trusted` says that Envoy itself set `x-request-id`; otherwise the picker makes an id. If a model has
+        several variants, Envoy's id chooses the variant, or, without that id, the flow and the body do.
 
         Raises:
             BadRequest: a header that the picker reads is malformed; the message names it.
@@ -387,21 +388,21 @@ class Intake:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
         prefix = prompt_prefix(target, ask.read) if prefixes and prefixes.needs_prefix_hashes else ()
-        # Positional arguments: keyword arguments take three times as long.
+        # Pass positional arguments: keyword arguments would take three times as long.
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(text)[:_DIGEST_CHARS], ask.refers,
-            0 if ask.refers else prompt_size,  # the engine's usage then counts stored texts, too
+            0 if ask.refers else prompt_size,  # with stored state, usage counts more than this prompt
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
-        """The session of a request whose body the picker does not read."""
+        """The session of a request whose body the picker does not read, by its headers alone."""
         return session_token_of(headers) or self._session_key(headers, _NO_MEMBERS)
 
     def _session_key(self, headers: Mapping[str, bytes], members: cost.Members) -> str:
-        """KEY_MARK and the first configured session key that the request has; '' if the request has none."""
+        """KEY_MARK and the first of the configured session keys that the request has; '' without any."""
         for name in self._session_keys:
             if name in SESSION_HEADERS:
                 key = headers.get(name, b"")[: _MOST_KEY_CHARS + 1].decode(errors="replace")
@@ -429,13 +430,13 @@ class Intake:
         if not model and not ask.needs_model:
             model = UNNAMED
         if not model:
-            raise BadRequest("the request names no model, and the pool has no default one (default_model)")
+            raise BadRequest("the request names no model, and the pool has no default model (default_model)")
         return model
 
     def _cost(self, ask: Ask, text: bytes, model: str) -> tuple[float, bool, int, float, float, int]:
-        """The cost of `ask`, with the body `text`, in the stock's unit; whether it lacks the answer's tokens;
-        the prompt's size, 0 if usage will not show its tokens; the tokens of prompt and of answer, 0 without
-        tenants; the number of media that others may encode."""
+        """The cost of `ask`, with the body `text`, in the stock's unit; whether this cost lacks the answer's
+        tokens; the prompt's size, 0 if usage will not show its tokens; the tokens of prompt and of answer, 0
+        without tenants; the number of media that encode endpoints may encode."""
         members = ask.members
         is_one = _is_one_text(members)
         count = 1 if is_one else cost.sequences(members)
@@ -460,8 +461,8 @@ class Intake:
             facts = CostFacts(model, ask.body_bytes, count, prompt, answer, members)
             estimated = self._estimate_cost(facts)
         if estimated is not None or not self._in_tokens:
-            # The scripts add the mean answer only to the picker's own estimate in tokens: for other costs
-            # assume an answer's length here.
+            # The scripts add the mean answer only to the picker's own estimate in tokens: for any other cost,
+            # use the configured length of an answer here.
             answer, lacks_answer = float(self._answer_tokens) if lacks_answer else answer, False
         if estimated is None:
             estimated = prompt + answer if self._in_tokens else float(count)
@@ -473,7 +474,7 @@ class Intake:
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         band, weight = ranks.get(name, self._unranked)
-        # Limit of a flow's requests in flight on an endpoint: the model's or objective's, if lower (0: none).
+        # The lower of the model's and the objective's limit of a flow's requests in flight on an endpoint.
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
         of_model = self._latencies.get(model, ANY_LATENCY)
         of_objective = self._objective_latencies.get(objective, ANY_LATENCY) if objective else ANY_LATENCY
@@ -493,22 +494,22 @@ class Intake:
         return settings
 
     def _split_of(self, model: str) -> Split | None:
-        """The variants of `model`, from a live rewrite, else from the configuration; None without any."""
+        """The variants of `model`, by a live rewrite or else by the configuration; None without variants."""
         return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
 
     def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
-        """Choose one of the several variants of `model`. `gateway_id` is empty unless the gateway has set the
-        id: a client that chooses ids could choose its variant."""
+        """Choose one of the several variants of `model`. `gateway_id` is the request's id if the gateway has
+        set it, else empty: a client that chooses the id could choose its variant."""
         split, key = self._split_of(model), self._keys.variant_key
-        assert split is not None, "a model without variants has its target in its settings"
+        assert split is not None, "the settings of a model without variants name its target"
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
 
 
 def _path_of(names: tuple[str, ...], separator: str, *values: bytes | None) -> str:
-    """The tenant's path in the `values` of the headers `names`, up to the first that is missing; '' if none.
+    """The tenant's path: the `values` of the headers `names`, up to the first missing value; '' without any.
 
     Raises:
-        BadRequest: a value contains the separator, so that it could name another tenant, or is no name.
+        BadRequest: a value is no name, or contains the separator and so could name another tenant.
     """
     path = ""
     for name, value in zip(names, values, strict=True):
@@ -546,7 +547,7 @@ def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
 
 
 def _model_of(text: memoryview) -> str:
-    """The model name of the JSON text `text`, which may have any size."""
+    """The model name in the JSON text `text`, which may be of any type and size."""
     if text[0] != ord('"'):
         raise BadRequest("the model must be a string")
     if len(text) > LONGEST_NAME:
@@ -566,7 +567,7 @@ def _model(value: object) -> str:
 
 
 def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
-    """The value of the first non-empty header of `names`, checked as a name; '' if these are all empty."""
+    """The value of the first non-empty header of `names`, checked as a name; '' if all headers are empty."""
     text = text_of(headers, *names)
     fault = _name_fault(text) if text else None
     if fault:
@@ -575,7 +576,7 @@ def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
 
 
 def _name_fault(text: str) -> str | None:
-    """The reason why `text` cannot be a name in the shared state; None if `text` can be one."""
+    """The reason why `text` cannot be a name in the shared state; None if `text` is a valid name."""
     if len(text) > MAX_NAME_BYTES or (not text.isascii() and len(text.encode()) > MAX_NAME_BYTES):
         return f"is longer than {MAX_NAME_BYTES} bytes"
     return _fault_of_short(text)
@@ -583,7 +584,7 @@ def _name_fault(text: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _fault_of_short(text: str) -> str | None:
-    """The reason why a name of valid length is unusable; cached, since requests repeat the same names."""
+    """The reason why a name of valid length is invalid; cached, since requests repeat the same names."""
     if not text.strip():
         return "is empty"
     return "contains a control character" if has_control(text) else None

@@ -1,7 +1,7 @@
-"""Reads JSON bodies that are too large, or too unusual, to be decoded whole. Called by intake.
+"""Reads JSON bodies that are too large, or too unusual, to be decoded whole. intake.py calls this module.
 
-`Body` parses the members of the outermost object, and changes the model in its text; `prompt_prefix` hashes
-the blocks of a prompt.
+The class `Body` parses the members of the outermost object, and changes the model in the body's text;
+`prompt_prefix` hashes the blocks of a prompt.
 """
 
 import enum
@@ -20,16 +20,16 @@ from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashe
 
 MODEL = "model"
 MAX_NAME_BYTES = 256  # maximum bytes of a model name, objective or fairness id
-LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # a quoted name, every byte as a `\u` escape
+LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # length of a quoted name in which each byte is a `\u` escape
 MAX_KEYS = 256  # maximum keys in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
 SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty times as much memory
 
 _SALT_BYTES = 1024
 _BACKSLASH = ord("\\")
-_FEW_MARKS = 32  # number of quotation marks to examine in every body
-_BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance is above this many bytes
-_PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; longer than any valid name
+_FEW_MARKS = 32  # examine this many quotation marks in every body
+_BYTES_A_MARK = 512  # examine more quotation marks only while their mean distance exceeds this many bytes
+_PLACEHOLDER = b"x" * (LONGEST_NAME + 1)  # replaces a long string; too long to be a valid name
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
@@ -37,8 +37,8 @@ _USED = frozenset((
     MODEL, "stream", *cost.MAX_ANSWER, *PROMPT_MEMBERS, "cache_salt",
 ))  # fmt: skip
 
-# A `\u` escape of a lone surrogate, which Python's JSON reader and others accept. Escaped backslashes must be
-# removed from a text before the match.
+# Matches the `\u` escape of a lone surrogate, which Python's JSON reader and others accept. The text must
+# have no escaped backslashes: `without_half_pairs` replaces them first.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD][c-fC-F]..))",
@@ -46,22 +46,22 @@ _HALF_PAIR = re.compile(
 )
 _MOST_HALF_PAIRS = 64
 
-# Decodes the members of a simple body (`intake.Ask`) that make up its prompt.
+# Decodes those members of a simple body (`intake.Ask`) that make up the prompt.
 _prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(
     media.only((*PROMPT_MEMBERS, "cache_salt"))
 )
 
-_keys: list[str] = []  # keys of the body that is being decoded; a shared list, since decoding never awaits
+_keys: list[str] = []  # keys of the body being decoded; one list suffices, since decoding never awaits
 
 
 class _Key(enum.Enum):
-    """Enum whose members stand for a body's first, second, … key; the keys may have any names."""
+    """An enum whose members stand for a body's first, second, … key, whatever names the keys have."""
 
     __hash__ = object.__hash__  # the hash of Enum itself would double the time of decoding
 
     @classmethod
     def _missing_(cls, key: str) -> Any:  # type: ignore[override]
-        """The member for the body's next key. Key MAX_KEYS + 1 raises IndexError, which ends the decoding."""
+        """The enum member for the next key. Key MAX_KEYS + 1 raises IndexError, which ends the decoding."""
         _keys.append(key)
         return _NTH[len(_keys) - 1]
 
@@ -75,11 +75,11 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 
 
 def without_long_strings(text: bytes) -> bytes:
-    """The JSON `text` with its long strings replaced by a placeholder; `text` itself if it has none.
+    """The JSON `text` with each long string replaced by a placeholder; `text` itself without long strings.
 
     Intake needs only the short values. A parser takes 250 µs for a prompt of 400 KB; finding the end of that
-    string takes 4 µs. Examining a quotation mark takes as long as parsing 500 bytes, so the rest of the text
-    is kept if the marks are denser.
+    string takes 4 µs. Examining a quotation mark takes as long as parsing 500 bytes, so a text with denser
+    quotation marks is kept from there on.
     """
     kept: list[bytes] = []
     copied, marks, in_string = 0, 0, True
@@ -87,10 +87,10 @@ def without_long_strings(text: bytes) -> bytes:
     while end >= 0 and (marks <= _FEW_MARKS or end > marks * _BYTES_A_MARK):
         mark, end, marks = end, text.find(b'"', end + 1), marks + 1
         if not in_string:
-            in_string = True  # JSON has no backslash outside a string, so `mark` begins a string
+            in_string = True  # JSON has backslashes only in strings, so this quotation mark begins a string
             continue
         part = text[mark + 1 : end] if text[end - 1] == _BACKSLASH else b""
-        in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # an escaped mark does not end the string
+        in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # an escaped quote does not end a string
         if end - mark > LONGEST_NAME:
             kept += (text[copied : mark + 1], _PLACEHOLDER, b"\\" if in_string else b"")
             copied = end
@@ -98,7 +98,7 @@ def without_long_strings(text: bytes) -> bytes:
 
 
 def without_half_pairs(text: bytes) -> bytes:
-    """JSON `text` with the first `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; its length stays."""
+    """JSON `text`, of the same length, with its first `_MOST_HALF_PAIRS` lone surrogates made U+FFFD."""
     if b"\\u" not in text or b"\0" in text:
         return text
     plain = text.replace(rb"\\", b"\0\0")
@@ -120,11 +120,11 @@ def check_json(text: bytes) -> None:
 class Body:
     """The members of a JSON body, parsed on first access; nested values stay JSON text.
 
-    The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
-    nested values are validated and skipped, so parsing takes about the body's size in memory at any depth. A
-    body that repeats a key which the picker reads is refused: the server might use the key's other value and
-    run another model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII
-    character can make Python store a huge key with four bytes a character.
+    The decoder reports each key of the outermost object in order and returns each value as its raw bytes; it
+    validates and skips nested values, so parsing takes about the body's size in memory at any depth. A body
+    that repeats a key which the picker reads is refused: the server might use the other value and run another
+    model. A body of `large_bytes` or more is parsed from an ASCII-only copy: a single non-ASCII character can
+    make Python store a huge key with four bytes a character.
     """
 
     __slots__ = ("_keys", "_large_bytes", "_texts", "_values", "text")
@@ -197,14 +197,14 @@ class Body:
         end = 0
         for value in islice(self._texts, count):
             key = _KEY.match(self.text, end)
-            assert key is not None, "the decoder has read a key here"
+            assert key is not None, "the decoder has read a key at this offset"
             starts.append(key.end())
             end = key.end() + len(value)
         return starts
 
 
 def prompt_prefix(target_model: str, read: "Body | OtherBody | bytes") -> tuple[bytes, ...]:
-    """The hashes of the prompt's blocks; empty for invalid JSON, which the model server refuses."""
+    """The hashes of the prompt's blocks; no hashes for invalid JSON, which the model server refuses."""
     try:
         members = _prompt_decoder.decode(read) if isinstance(read, bytes) else read.values
     except media.MALFORMED:

@@ -1,14 +1,14 @@
 """Estimates the tokens that engines make of the images, audio, video and documents in a body. Pure.
 
-Called by cost.py. Engines differ; this module applies one rule to each kind, and `settle` corrects the cost:
+cost.py calls this module. Engines differ; here each kind of media has one rule, and `settle` corrects costs:
 
 - An image costs a token for each 28 × 28 pixels, as in Qwen2-VL (arXiv 2409.12191), from 4 to 16 384.
 - Audio costs 25 tokens a second, as in Qwen2-Audio (arXiv 2407.10759), at least 4.
 - A page of a PDF costs 1500 tokens; 50 KB count as a page if the file does not say.
 
 The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file gives the pixels or seconds. Any other image costs 1500
-tokens, any other file a token for each 1000 bytes, and outside forms 1500 more. Bodies are untrusted: at most
-`_MOST_HEADERS` file headers of a body are read, in small pieces.
+tokens; any other file costs a token for each 1000 bytes, and outside forms 1500 more. Bodies are untrusted:
+at most `_MOST_HEADERS` file headers of a body are read, in small pieces.
 """
 
 import binascii
@@ -19,45 +19,45 @@ from typing import Any, Final, TypeAlias, TypedDict
 import msgspec
 import orjson
 
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors for invalid JSON
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for bad JSON
 MEMBERS: Final = ("messages", "input", "contents", "images", "image_data")  # members that may have media
 
-_PIXELS = 28  # the side of a token's square
+_PIXELS = 28  # an image costs a token for each square with sides of this many pixels
 _LEAST_TOKENS, _MOST_IMAGE_TOKENS = 4, 16_384
 _AUDIO_TOKENS_A_S = 25
 _PAGE_TOKENS, _PAGE_BYTES, _MOST_PAGES = 1500, 50_000, 1000
 _UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
 
-_MOST_OBJECTS = 10_000  # maximum objects of a body that is searched for media
+_MOST_OBJECTS = 10_000  # a body with more JSON objects is not searched for media
 _MOST_HEADERS = 64
 _MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
-_NOTHING = (b"null", b'""', b"{}")  # members without media, as some clients write them
-_REFERENCE = re.compile(rb'\{\s*+"id"\s*+:\s*+"[^"]*+"\s*+\}')  # refers to an answer's audio (OpenAI)
-_ENDS_BYTES = 256  # bytes at each end of a file's JSON text to search for its media type or first byte
+_NOTHING = (b"null", b'""', b"{}")  # values that some clients write for a member without media
+_REFERENCE = re.compile(rb'\{\s*+"id"\s*+:\s*+"[^"]*+"\s*+\}')  # refers to the audio of an answer (OpenAI)
+_ENDS_BYTES = 256  # search this many bytes at each end of a file's JSON text for its media type or start
 
-# Where the base64 text of a file begins: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
+# Matches the start of a file in base64: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
 _ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
-_MOST_SEGMENTS = 32  # maximum segments of a JPEG before the one with its size
+_MOST_SEGMENTS = 32  # maximum segments of a JPEG to skip before the segment with the image's size
 _SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
-_LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # PDF (ISO 32000-1, F.2)
-# kbit/s of MP3 frames by the number in the frame's header (ISO 11172-3 and 13818-3), for MPEG-1 and MPEG-2
+_LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # the pages of a PDF (ISO 32000-1, F.2)
+# The bit rate, in kbit/s, of an MP3 frame, by the index in its header (ISO 11172-3 and 13818-3).
 _MPEG_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
 _MPEG_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
 
 
 def only(names: Iterable[str]) -> Any:
-    """A type of JSON objects: msgspec returns the members `names` as JSON texts, and skips all others."""
+    """A type for msgspec, which returns the members `names` of an object as JSON texts and skips the rest."""
     typed_dict: Any = TypedDict
     return typed_dict("Members", dict.fromkeys(names, msgspec.Raw), total=False)
 
 
 def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
-    """The bytes that media take in a body, their cost in tokens, and their number; 0 if they are in an
-    unknown form."""
+    """The bytes that media take in a body, their cost in tokens, and their number; all 0 if the picker cannot
+    find the media."""
     if not _may_have_media(body, members):
         return 0, 0.0, 0
     try:
@@ -68,7 +68,7 @@ def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, int]:
-    """The bytes of a form's `files` (start, end), their cost in tokens, and 0 media for others to encode."""
+    """The bytes of a form's `files` (start, end), their cost in tokens, and 0 media for encode endpoints."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start
@@ -82,7 +82,7 @@ def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, 
 
 
 class _Media:
-    """The number of the files found so far, their length as JSON text, and their cost."""
+    """The number of media files found so far in a body, their length as JSON text, and their cost."""
 
     def __init__(self) -> None:
         self.count, self.size_bytes, self.tokens = 0, 0, 0.0
@@ -93,14 +93,14 @@ class _Media:
         self.count += 1
         self.size_bytes += len(text)
         known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
-        if known:  # a header may claim any rate
+        if known:  # the header of an audio file may claim any bit rate, so bound the tokens from below
             self.tokens += max(known, _LEAST_TOKENS)
         else:
             self.tokens += _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
 
 
 def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
-    """Whether the body may contain media. Of a long body only `members` are searched."""
+    """Whether the body may contain media. A short body is searched as a whole, a long body by `members`."""
     for name in MEMBERS:
         if name in members and not _is_plain(value := members[name]):
             if len(body) <= _SHORT_BYTES:
@@ -113,7 +113,7 @@ def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a decoded member is a text, or messages that each have only a role and a text."""
+    """Whether a decoded member is a text, or a list of messages that each have only a role and a text."""
     if type(value) is list:
         for each in value:
             if type(each) is not dict or len(each) != 2 or type(each.get("content")) is not str:
@@ -123,13 +123,13 @@ def _is_plain(value: object) -> bool:
 
 
 class _File:
-    """A file of `size_bytes`, of which `read(at, count)` returns bytes, fewer at the file's end."""
+    """A file of `size_bytes`. `read(at, count)` returns `count` of its bytes, or fewer at the file's end."""
 
     def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
         self._bytes, self._size_bytes = read, size_bytes
 
     def tokens(self) -> float:
-        """The tokens of the file; 0 if its header does not show the size."""
+        """The tokens of the file; 0 if its header does not give pixels, seconds or pages."""
         head = self._bytes(0, _HEAD_BYTES)
         if len(head) < _HEAD_BYTES:
             return 0.0
@@ -162,10 +162,10 @@ class _File:
 
     def _mp3_tokens(self, head: bytes) -> float:
         tag_bytes = 0
-        if head.startswith(b"ID3"):  # the tag's length has seven bits a byte
+        if head.startswith(b"ID3"):  # an ID3 tag's length has seven bits a byte
             tag_bytes = 10 + sum((head[6 + n] & 127) << 7 * (3 - n) for n in range(4))
             head = self._bytes(tag_bytes, 4)
-        if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:  # layer III
+        if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:  # not layer III
             return 0.0
         kbit_a_s = (_MPEG_1 if head[1] & 0x18 == 0x18 else _MPEG_2)[head[2] >> 4]
         size_bytes = max(self._size_bytes - tag_bytes, 0)
@@ -178,12 +178,12 @@ class _File:
 
 
 def _of_base64(text: bytes) -> float:
-    """The tokens of the file within the JSON `text` of a part; 0 if its header is not known."""
+    """The tokens of the base64 file in a part's JSON `text`; 0 if its header is of no known type."""
     begun = _BASE64.search(text, 0, _ENDS_BYTES)
     if begun is None:
         return 0.0
     start, size_bytes = begun.end(), (len(text) - begun.end()) * 3 // 4
-    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # 2 µs; searching for "\\/" takes 70 µs
+    if text.find(b"\\", start, start + _ESCAPED_BYTES) >= 0:  # takes 2 µs; to search for "\\/" takes 70 µs
         text, start = text[start : start + _ESCAPED_BYTES].replace(b"\\/", b"/"), 0
 
     def read(at: int, count: int) -> bytes:
@@ -222,12 +222,12 @@ def _little(text: bytes) -> int:
     return int.from_bytes(text, "little")
 
 
-# The content of a message or part. It may be any JSON value, so that media beside an unknown value count.
+# The content of a message or part. Any JSON value is allowed, so that media beside unknown values count.
 _Content: TypeAlias = "_Part | list[_Part | str | None] | str | float | bool | None"
 
 
 class _Part(TypedDict, total=False):
-    """A message, or a part of its content, in the APIs of OpenAI, Anthropic, Gemini and Ollama."""
+    """A message, or a part of a message, in the APIs of OpenAI, Anthropic, Gemini and Ollama."""
 
     content: _Content
     parts: _Content  # Gemini
@@ -273,5 +273,5 @@ def _collect(content: Any, media: _Media) -> None:
                     media.add(bytes(listed), is_image=True)
             else:
                 ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
-                if b'"text"' not in ends:  # a document may be plain text
+                if b'"text"' not in ends:  # skip a document in plain text
                     media.add(text, is_image=name in _PICTURES or b"image/" in ends)

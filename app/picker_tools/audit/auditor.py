@@ -1,6 +1,6 @@
-"""The audit: replays the decision log and checks each of the promises G1–G6 (docs/guarantees.md), and quotas.
+"""The audit replays the decision log and checks the promises G1–G6 (docs/guarantees.md) and tenants' quotas.
 
-The command `picker audit`, the load generator, the fault suite and the tests call the audit.
+The command `picker audit`, the load generator, the fault suite and the tests call it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ _CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadl
 @dataclass(frozen=True, slots=True)
 class Report:
     """The result of an audit of `entries` entries, numbered `first_seq` to `last_seq` (None: no entries),
-    with one finding per promise. `open_at_end` counts requests that had not ended, which is no violation.
+    with one finding per promise. `open_at_end` counts requests that had not ended, which are no violations.
     """
 
     entries: int
@@ -34,7 +34,7 @@ class Report:
         return sum(finding.broken for finding in self.findings)
 
     def of(self, promise: str) -> Finding:
-        """The finding on the promise `promise` (G1 to G6, `log`, and with tenants `quotas`).
+        """The finding on a promise: G1 to G6, `log`, or, with tenants, `quotas`.
 
         Raises:
             KeyError: no promise has this name.
@@ -49,8 +49,8 @@ class Auditor:
     """Checks the decision log entry by entry. The auditor's memory grows with the open requests, not with the
     log.
 
-    `settings` (JSON, as in a `tuned` entry) are the settings in force where the log begins; None if the log
-    itself shows them.
+    `settings` (JSON, as in a `tuned` entry) are the settings in force at the beginning of the log; None if
+    the log itself shows these settings.
     """
 
     def __init__(self, settings: str | None = None) -> None:
@@ -65,7 +65,7 @@ class Auditor:
         self._checks: list[Check] = []  # created once the first entry shows whether the log is complete
 
     def take(self, raw: Mapping[str, str]) -> Entry:
-        """Check the next entry, given as the fields in the stream. Returns it.
+        """Check the next log entry, given as the fields in the Redis stream. Returns the parsed entry.
 
         Raises:
             EntryError: the entry cannot be parsed.
@@ -89,7 +89,7 @@ class Auditor:
         return entry
 
     def skip(self, why: str) -> None:
-        """Restart the checks at the next log entry: entries before it are missing, which is no violation."""
+        """Restart the checks at the next log entry, since entries before it are missing (no violation)."""
         self._remarks.append(why)
         self._close()
         self._last, self._replay, self._checks = None, Replay(), []
@@ -102,7 +102,7 @@ class Auditor:
         """The findings on all entries so far. Do not call `take` after this call."""
         self._close()
         remarks = list(self._remarks)
-        # Without tenants there is no finding on quotas.
+        # A log without tenants has no finding on quotas.
         found = self._findings.values()
         shown = [each for each in found if each.checked or each.broken or each.promise != Quotas.PROMISE]
         if self._first is not None and not self._from_start:
@@ -126,9 +126,9 @@ class Auditor:
 
 
 def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> Report:
-    """Replay `entries`, the decision log oldest first, and check G1 to G6.
+    """Replay `entries`, the decision log with the oldest entry first, and check G1 to G6.
 
-    `settings`: see `Auditor`.
+    `settings` are as for `Auditor`.
 
     Raises:
         EntryError: an entry cannot be parsed.

@@ -18,12 +18,12 @@ from picker_tools.audit.replay import (
     same,
 )
 
-KEPT = 50  # maximum violations that a finding keeps; it counts all
+KEPT = 50  # maximum violations that a finding keeps; it counts all violations
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken promise: a description, and the entries that prove it."""
+    """A broken promise: a description, and the log entries that prove the violation."""
 
     promise: str
     what: str
@@ -32,7 +32,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Finding:
-    """The result for one promise: its number and title, and how often it was checked and broken."""
+    """The audit's result for one promise: number, title, and how often it was checked and was broken."""
 
     promise: str
     title: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 class Check:
-    """The check of one promise. `check` sees each step before the replay applies it."""
+    """The check of one promise. Its method `check` sees each step before the replay applies the step."""
 
     PROMISE = ""
     TITLE = ""  # the promise in one line
@@ -70,11 +70,11 @@ class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint. No other event raises these counts, so the
     check covers all times.
 
-    A limit that the fleet has found counts from its `tuned` entry on. Requests that run already may exceed
-    this limit, but then no request may be admitted.
+    A limit that the fleet has found counts from its `tuned` entry on. Requests that already run may exceed
+    such a limit, but while they do, no request may be admitted.
 
-    Requests that are restored, that Envoy moved to a fallback, or that return to the queue count too. No
-    limit is checked for such requests: they were admitted before.
+    Requests that are restored, that Envoy moved to a fallback, or that return to the queue are counted, too.
+    No limit is checked for such requests, since they were admitted before.
     """
 
     PROMISE = "G1"
@@ -82,12 +82,12 @@ class Capacity(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._in_flight: Counter[str] = Counter()  # limited flow -> granted and placed requests
-        self._placed: Counter[tuple[str, str]] = Counter()  # (limited flow, endpoint) -> placed requests
-        self._on: Counter[str] = Counter()  # endpoint -> all placed requests
-        self._prefilling: Counter[str] = Counter()  # endpoint -> prefills in flight
-        self._waiting: Counter[int] = Counter()  # band -> waiting requests
-        self._waiting_bytes: Counter[int] = Counter()  # band -> bytes of waiting bodies
+        self._in_flight: Counter[str] = Counter()  # flow with a limit -> its granted and placed requests
+        self._placed: Counter[tuple[str, str]] = Counter()  # (flow with a limit, endpoint) -> placed requests
+        self._on: Counter[str] = Counter()  # endpoint -> number of all placed requests
+        self._prefilling: Counter[str] = Counter()  # endpoint -> number of prefills in flight
+        self._waiting: Counter[int] = Counter()  # band -> number of waiting requests
+        self._waiting_bytes: Counter[int] = Counter()  # band -> bytes of waiting requests' bodies
 
     def check(self, step: Step) -> None:
         entry, request = step.entry, step.request
@@ -119,8 +119,8 @@ class Capacity(Check):
         self._check_prefill(step, request.prefill)
 
     def _check_prefill(self, step: Step, reserved: str) -> None:
-        """Check the reservation of a prefill endpoint; `reserved`: the reservation before the entry. Every
-        entry of a placed request names the prefill endpoint until the prefill or the request ends."""
+        """Check the reservation of a prefill endpoint; `reserved` is the endpoint reserved before the entry.
+        Every entry of a placed request names its prefill endpoint until the prefill or the request ends."""
         entry = step.entry
         if step.before is not RequestState.PLACED:
             if step.after is RequestState.PLACED and entry.prefill:
@@ -190,7 +190,7 @@ class Capacity(Check):
                 self._finding.add(f"endpoint limit passed: one more request beside {what}", entry)
 
     def _tokens_beside(self, entry: Entry) -> float:
-        """The stock that other requests on the endpoint of `entry` have taken."""
+        """The stock taken by other requests on the endpoint that `entry` names."""
         return sum(
             request.stock_taken or 0.0
             for name, request in self._replay.requests.items()
@@ -198,7 +198,7 @@ class Capacity(Check):
         )
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
-        """The entries of up to five running requests of the flow of `entry`, and `entry` itself."""
+        """The entries of up to five running requests of the flow that `entry` names, and `entry` itself."""
         found = [
             request.charge_entry
             for request in self._replay.requests.values()
@@ -221,10 +221,9 @@ _Key = tuple[int, str, str]  # band, flow, workload
 
 
 class Order(Check):
-    """Checks G4: the ordering `fcfs` by arrival, `edf` by deadline minus predicted time. The log has no
-    rates, so for `workload-aware` the check covers only the order of arrival within one workload of a flow.
-
-    The guard serves requests out of turn by design (G3), so its dispatches are exempt.
+    """Checks G4: `fcfs` serves requests in order of arrival, `edf` by deadline minus predicted time. The log
+    has no rates, so for `workload-aware` the check covers only the order of arrival within one workload of a
+    flow. The starvation guard serves requests out of turn by design (G3), so its dispatches are exempt.
     """
 
     PROMISE = "G4"
@@ -233,15 +232,15 @@ class Order(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._rules = replay.rules
-        # Waiting request -> its rank when it entered the queue. A newer stream may bring another prediction,
-        # but a waiting request keeps its rank.
+        # Waiting request -> its rank when it entered the queue. A waiting request keeps this rank even if a
+        # newer stream brings another prediction.
         self._queues: dict[_Key, dict[str, int]] = {}
 
     def check(self, step: Step) -> None:
         entry, replay = step.entry, self._replay
         if replay.rules is not self._rules:
             if replay.rules is None or not replay.rules.orders_like(self._rules):
-                self._queues.clear()  # requests that wait already are not checked for order
+                self._queues.clear()  # the order of requests that already wait is not checked
             self._rules = replay.rules
         if step.enters_queue and (key := self._key(entry)) is not None:
             self._queues.setdefault(key, {})[entry.request] = self._rank(entry)
@@ -261,7 +260,7 @@ class Order(Check):
                     del self._queues[key]
 
     def _may_overtake(self, entry: Entry) -> bool:
-        """With tenants, whether all waiting requests are throttled, and the flow of `entry` is not."""
+        """Whether, with tenants, all waiting requests are throttled, and the flow of `entry` is not."""
         replay = self._replay
         if replay.rules is None or not replay.rules.separator:
             return False
@@ -291,7 +290,7 @@ class Order(Check):
         rank = queue.get(entry.request, self._rank(entry))
         before = [(each, name) for name, each in queue.items() if each < rank]
         for _, first in sorted(before):
-            if first in requests and requests[first].state is RequestState.QUEUED:  # not lost meanwhile
+            if first in requests and requests[first].state is RequestState.QUEUED:  # and not lost
                 what = f"{entry.request} served before {first}, which comes first in its flow"
                 self._finding.add(what, requests[first].first_entry, entry)
                 return
@@ -311,7 +310,7 @@ class Order(Check):
         return entry.arrived
 
 
-ANSWER_MS = 1000  # a client gets an answer within this time after its request's deadline
+ANSWER_MS = 1000  # a client gets an answer within this many ms after its request's deadline
 _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
@@ -325,13 +324,13 @@ class Deadline(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._ends: list[tuple[int, str]] = []  # a heap of deadline (ms) and id of requests not yet late
+        self._ends: list[tuple[int, str]] = []  # a heap of deadline (ms) and id of requests that are not late
         self._last: Entry | None = None
 
     def check(self, step: Step) -> None:
         entry = step.entry
         if self._last is not None and entry.time_us != self._last.time_us:
-            self._check_waiting(self._last)  # all entries of the last decision have been seen
+            self._check_waiting(self._last)  # the last decision has no further entry
         self._last = entry
         if entry.event in ("granted", "bypassed"):
             self._finding.checked += 1
@@ -357,7 +356,7 @@ class Deadline(Check):
 
 
 class Conservation(Check):
-    """Checks G6 at every entry: stock and queue length must follow from the entry before. The check of G6
+    """Checks G6 at every entry: stock and queue length must follow from the preceding entry. The check
     reports a wrong number once, and continues with the logged number.
     """
 
@@ -381,7 +380,7 @@ class Conservation(Check):
         entry = step.entry
         request = self._replay.requests.get(entry.request)
         if request is None:
-            # The entry may belong to a request that began before the log.
+            # An entry of an unknown request may belong to a request that began before the log.
             all_known = self._replay.complete or not self._replay.has_unseen_requests
             possible = STATES_BEFORE[entry.event]
             may_be_orphaned = not self._replay.complete and RequestState.ORPHANED in possible
@@ -407,7 +406,7 @@ class Conservation(Check):
             self._finding.add(f"{entry.queued} are queued, expected {queued}", *self._with_previous(entry))
 
     def _check_largest_bound(self, entry: Entry) -> None:
-        """Check that a restored request respected the upper bound for all endpoints, ready or not."""
+        """Check that a restored request respected the upper bound of all endpoints, ready or not."""
         bound, rules = largest_bound(entry), self._replay.rules
         per_endpoint = rules.upper_per if rules else 0.0
         endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0
@@ -416,7 +415,7 @@ class Conservation(Check):
             self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 
     def _check_idle(self, step: Step) -> None:
-        """Check that the stock is 0 exactly if no request runs, and that an empty queue has no request."""
+        """Check that the stock is 0 only if no request runs, and that the queue is empty if it counts 0."""
         entry, replay = step.entry, self._replay
         if replay.has_unseen_requests:
             return

@@ -12,12 +12,12 @@ from picker_tools.audit.log import EntryError, LogUnreadable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--redis", metavar="URL", default=Redis().url, help="where the log is (%(default)s)")
-    parser.add_argument("--pool", metavar="NAME", default="default", help="its log (default: %(default)s)")
+    parser.add_argument("--redis", metavar="URL", default=Redis().url, help="that has the log (%(default)s)")
+    parser.add_argument("--pool", metavar="NAME", default="default", help="of the log (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 and a table on stdout, 1 and the violations below it, or 2 if there is no log to read."""
+    """Print a table of promises, then violations. Exit code 1 with violations, 2 without a log, else 0."""
     try:
         report = audited(args.redis, args.pool)
     except (LogUnreadable, EntryError) as fault:

@@ -1,14 +1,14 @@
-"""The check of G2: each turn goes to the least start tag, each dispatch advances the tags of its flow and of
-the flow's ancestors by its share, and the service gap between two members of an order is bounded.
+"""The check of G2 (fairness): each turn goes to the least start tag, each dispatch advances the tags of its
+flow and of the flow's ancestors by its share, and siblings' services differ by a bounded amount.
 
 Each band is a tree whose leaves are flows. With tenants its inner nodes are tenants; without tenants, flows
 are the children of the root. The scripts use hierarchical start-time fair queueing (Goyal, Guo, Vin, OSDI
-1996). For any two siblings and any time in which both are backlogged and not throttled, the bound is the same
-as for two flows of a band (docs/fairness.md, G2).
+1996). While two siblings are both backlogged and not throttled, the bound for them is the same as for two
+flows of a band (docs/fairness.md, G2).
 
 The log shows the virtual time of each band and the start tags of leaves. The check computes the tags of inner
 nodes from the dispatched service, and recomputes start tags by the rules of docs/fairness.md. The check is
-independent on purpose: it shares no code with the queue under check.
+independent on purpose: it shares no code with the queue that it checks.
 """
 
 import heapq
@@ -28,15 +28,15 @@ from picker_tools.audit.replay import (
 )
 
 _FRESH = float("-inf")  # the tag of a member that owes nothing for earlier service
-_FREE_STARTS = 100  # NEWCOMERS in lua/lib/flows.lua
+_FREE_STARTS = 100  # the same number as NEWCOMERS in lua/lib/flows.lua
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1e6
 _KEPT_US = 10_000_000  # the scripts keep the tags of an idle node's children for at least this long
 _NO_TURNS = frozenset({"tuned", "tenant", "topped_up", "charged", "refunded", "used"})
 
 
 class Fairness(Check):
-    """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes the tag
-    from the next entry that shows it. A change of settings begins a new interval for every member.
+    """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes it from
+    the next entry that shows it. A change of settings begins a new interval for every member (flow, tenant).
     """
 
     PROMISE = "G2"
@@ -45,7 +45,7 @@ class Fairness(Check):
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._complete = replay.complete  # whether the log has shown all service so far
-        self._collected: set[int] = set()  # bands that have begun anew since all was unknown
+        self._collected: set[int] = set()  # bands that have begun anew since all tags were unknown
         self._is_forgotten = False
         self._has_dropped = False
         self._idle: dict[int, bool] = {}  # band -> whether nothing has waited or run since its last entry
@@ -96,11 +96,11 @@ class Fairness(Check):
             if queue.waiting == 1:
                 self._leave(queue, entry)
 
-    # The virtual time of a band, which each of its entries shows.
+    # Check the virtual time of a band, which each entry of the band shows.
 
     def _follow_band(self, entry: Entry) -> None:
-        """Follow a sweep of an idle pool: it sets the band's virtual time to the highest tag, so that all
-        members of the band start equal."""
+        """Follow the sweep of an idle pool, which sets the band's virtual time to the highest tag, so that
+        all members of the band start equal."""
         root = self._level(self._root(entry.band))
         was_idle = self._idle.get(entry.band, False)
         idle = entry.stock == 0 and entry.queued == 0
@@ -118,14 +118,14 @@ class Fairness(Check):
             each.slack = 0.0
 
     def _show_band(self, entry: Entry) -> None:
-        """Check the band's virtual time after the decision of `entry`."""
+        """Check the band's virtual time after the decision that `entry` reports."""
         root = self._level(self._root(entry.band))
         expected, root.v = root.v, entry.v
         if expected is not None and not same(expected, entry.v) and not root.slack:
             what = f"virtual time of band {entry.band} is {entry.v:g}, expected {expected:g}"
             self._finding.add(what, entry)
 
-    # Events of members.
+    # Follow events of members (flows and tenants).
 
     def _enter(self, leaf: FlowQueue, entry: Entry) -> None:
         for each in leaf.chain:
@@ -141,13 +141,13 @@ class Fairness(Check):
         elif entry.tag is not None and not is_requeued:
             what = f"flow {leaf.name!r} gets a new start tag while {leaf.waiting} requests wait"
             self._finding.add(what, *self._evidence(leaf, entry))
-        if is_requeued:  # the request returns to its position, and its charge is refunded
+        if is_requeued:  # the request returns to its position in the queue, and its charge is refunded
             for each in leaf.chain:
                 self._adjust(each, -self._share(each, entry), entry)
             self._expect(leaf, entry)
 
     def _start(self, member: FlowQueue, entry: Entry, shown: float | None) -> None:
-        """A request makes `member`, and perhaps ancestors, backlogged."""
+        """Record that a request makes `member`, and perhaps its ancestors, backlogged."""
         while member.parent is not None:
             parent = member.parent
             level, share = self._level(parent), self._share(member, entry)
@@ -225,7 +225,7 @@ class Fairness(Check):
                 self._check_service(member, entry, share=share)
 
     def _check_turn(self, member: FlowQueue, tag: float, level: Level, entry: Entry) -> None:
-        """Check that no sibling in order precedes `member`, which `entry` serves at `tag`."""
+        """Check that no sibling that takes turns precedes `member`, which `entry` serves at `tag`."""
         heap = level.heap
         while heap and not level.slack:
             least, name = heap[0]
@@ -240,7 +240,7 @@ class Fairness(Check):
             return
 
     def _leave(self, member: FlowQueue, entry: Entry) -> None:
-        """`member` leaves its parent's order, and so does each ancestor without another child in order."""
+        """Remove `member` from its parent's order, and each ancestor that has no other child in order."""
         while member.parent is not None and member.is_servable:
             self._check_service(member, entry)
             member.service = None
@@ -255,7 +255,8 @@ class Fairness(Check):
         self._leave(member, entry)
 
     def _unthrottle(self, throttled: FlowQueue, entry: Entry) -> None:
-        """Put `throttled` and each ancestor without a child in order back in order; nothing catches up."""
+        """Let `throttled`, and each ancestor without another child in order, take turns again, without the
+        missed turns."""
         for member in throttled.chain:
             assert member.parent is not None
             level = self._level(member.parent)
@@ -276,8 +277,8 @@ class Fairness(Check):
             self._set_tag(member, self._tag(member, level))
             is_idle = not (member.is_servable or member.throttled)
             if is_idle and member.tag is not None and level.v is not None and member.tag <= level.v:
-                # The scripts may have forgotten the tag; then they correct the virtual time, or a lesser tag
-                # that the request's own charge has left.
+                # If the scripts have forgotten the tag, they correct the virtual time, or a lesser tag that
+                # the request's own charge has left.
                 if member is leaf and member.parent.parent is None:
                     charged = request.grant_entry.tag if request and request.grant_entry else None
                     own = None if charged is None else min(charged + self._share(leaf, entry), level.v)
@@ -291,7 +292,7 @@ class Fairness(Check):
         self._expect(leaf, entry)
 
     def _adjust(self, member: FlowQueue, change: float, entry: Entry) -> None:
-        """Change the tag of `member` by `change`: its charge has changed."""
+        """Change the tag of `member` by `change`, since its charge has changed."""
         if member.tag is None:
             return
         self._check_service(member, entry)
@@ -299,7 +300,7 @@ class Fairness(Check):
         self._check_service(member, entry, share=change, is_correction=True)
 
     def _expect(self, member: FlowQueue, entry: Entry, shown: float | None = None) -> None:
-        """Check that `entry` shows the tag of `member` (or `shown`), then continue with the logged tag."""
+        """Check that `entry` (or `shown`) has the tag of `member`, then continue with the logged tag."""
         self._finding.checked += 1
         shown = entry.tag if shown is None else shown
         if shown is None:
@@ -318,7 +319,7 @@ class Fairness(Check):
     def _evidence(member: FlowQueue, entry: Entry) -> list[Entry]:
         return [member.tag_entry, entry] if member.tag_entry else [entry]
 
-    # Service of members.
+    # Check the service of members.
 
     def _begin(self, member: FlowQueue, since: Entry) -> None:
         """Record that `member` became backlogged at `since`."""
@@ -329,8 +330,8 @@ class Fairness(Check):
     def _check_service(
         self, member: FlowQueue, entry: Entry, *, share: float = 0.0, is_correction: bool = False
     ) -> None:
-        """Check the service of `member` just before `entry`, or after `entry` dispatched its `share`, or
-        corrected its charge by `share`."""
+        """Check the service of `member` just before `entry`, or, with a `share`, after `entry` dispatched
+        that share or corrected the member's charge by it."""
         service = member.service
         v, slack = self._order(member)
         if service is None or v is None or member.tag is None:
@@ -342,10 +343,10 @@ class Fairness(Check):
             self._finding.add(what, service.since, entry)
             member.service = None
 
-    # Tags.
+    # Follow tags.
 
     def _order(self, member: FlowQueue) -> tuple[float | None, float]:
-        """The virtual time and the slack of the order to which `member` belongs; the root belongs to none."""
+        """The virtual time and the slack of the order to which `member` belongs."""
         if member.parent is None:
             return None, 0.0
         level = self._level(member.parent)
@@ -365,7 +366,7 @@ class Fairness(Check):
         return level.new_tag if member.tag is None else member.tag
 
     def _set_tag(self, member: FlowQueue, tag: float | None, entry: Entry | None = None) -> None:
-        """Insert `member` into its parent's order; `entry`: the log entry that shows or explains the tag."""
+        """Set the tag of `member` in its parent's order; `entry`: the log entry that shows or explains it."""
         member.tag = tag
         if entry is not None:
             member.tag_entry = entry
@@ -382,7 +383,7 @@ class Fairness(Check):
         return [each for each in self._replay.flow_queues.of(parent.band) if each.parent is parent]
 
     def _expire(self, parent: FlowQueue, level: Level, entry: Entry) -> None:
-        """A node whose children were idle for long may have lost their tags."""
+        """Allow for tags that the scripts may have forgotten, since a node's children were idle for long."""
         if parent.ordered or parent.parent is None or level.v is None:
             return
         if entry.time_us - level.changed_us <= _KEPT_US:
@@ -393,7 +394,7 @@ class Fairness(Check):
                 each.tag = level.v
 
     def _share(self, member: FlowQueue, entry: Entry) -> float:
-        """The share that the request of `entry` charges to `member`."""
+        """The share that the request in `entry` charges to `member`."""
         rules = self._replay.rules
         assert rules is not None
         if not rules.separator or rules.fairness == "round-robin":
@@ -404,7 +405,7 @@ class Fairness(Check):
         return entry.cost / min(max(weight, _LEAST_WEIGHT), _MOST_WEIGHT)
 
     def _forget(self) -> None:
-        """Entries are not checked, or flow queues changed places: all tags are unknown from here on."""
+        """Treat all tags as unknown from here on: entries were not checked, or flow queues changed places."""
         if self._is_forgotten:
             return
         self._is_forgotten, self._complete = True, False
@@ -413,7 +414,7 @@ class Fairness(Check):
             queue.tag, queue.slack, queue.service, queue.level = None, 0.0, None, None
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
-        """Begin new backlogged intervals under new settings: earlier service used other shares."""
+        """Begin new backlogged intervals under new settings, since earlier service used other shares."""
         before, _ = self._settings
         self._settings = rules, self._replay.nodes.version
         if before is not None and before.separator != rules.separator:
@@ -430,7 +431,7 @@ class Fairness(Check):
                 self._begin(queue, entry)
 
     def _collect(self, band: int) -> None:
-        """Forget band number `band`, which is unused: the number's next band starts at virtual time 0."""
+        """Forget band number `band`, which is unused; the next band with this number starts at time 0."""
         self._collected.add(band)
         for queue in self._replay.flow_queues.of(band):
             queue.tag, queue.tag_entry, queue.slack = _FRESH, None, 0.0
@@ -450,7 +451,7 @@ class Fairness(Check):
                     queue.service.rebase(by)
 
     def _drop_idle(self) -> None:
-        """Drop members whose tags have no effect, if there are many: the scripts drop these tags, too."""
+        """If there are many members, drop those whose tags have no effect, as the scripts drop such tags."""
         requests, flow_queues = self._replay.requests, self._replay.flow_queues
         if len(flow_queues) <= 8 * len(requests) + 1000:
             return

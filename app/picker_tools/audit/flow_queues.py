@@ -1,6 +1,6 @@
-"""The flow queues of the replay, with their order and service in start-time fair queueing.
+"""The flow queues that the audit rebuilds, with their order and service in start-time fair queueing.
 
-The replay counts the waiting requests; the check of G2 (fairness.py) keeps tags, orders and service.
+The replay (replay.py) counts the waiting requests; the check of G2 (fairness.py) keeps tags, orders, service.
 """
 
 from collections import Counter
@@ -11,28 +11,28 @@ from picker_fleet.domain.bands import NAMED
 from picker_tools.audit.log import Entry
 from picker_tools.audit.nodes import INNER, ROOT, ancestry
 
-ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to the sums
+ROUNDING = 1e-9  # relative tolerance for rounding errors in sums
 
 
 @dataclass(slots=True)
 class Level:
-    """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and the
-    time of the last change of either.
+    """The order of one node's children: their virtual time, the charge of newcomers (None: unknown), and when
+    either of them last changed.
 
-    Children that become backlogged and owe nothing for earlier service start at the virtual time v. On each
-    level all such newcomers together are charged like one child of weight 1. When too many have started,
+    Children that become backlogged and owe nothing for earlier service (newcomers) start at the virtual time
+    v. At each node all newcomers together are charged like one child of weight 1. When too many have started,
     further children start one share later (docs/fairness.md, "New flows").
 
     The log does not show whether the scripts have forgotten the tag of an idle inner node. The check assumes
-    the lesser of both possible tags; `slack` is the largest difference of backlogged children.
+    the lesser of the two possible tags; `slack` is the largest such difference among backlogged children.
     """
 
     v: float | None
     charged: float | None
-    new_tag: float | None  # the tag of a child not seen before; None: unknown
+    new_tag: float | None  # the tag of a child that was not seen before; None if unknown
     changed_us: int = 0
     slack: float = 0.0
-    # Children by start tag: a heap that drops outdated items when they reach the top.
+    # The children by start tag, as a heap, which drops outdated items when they reach its top.
     heap: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -62,8 +62,8 @@ class Service:
     since: Entry
     served: float
     claim: float
-    low: float  # the least b
-    high: float  # the greatest a
+    low: float  # the least value of b (see above) since the flow became backlogged
+    high: float  # the greatest value of a (see above) since the flow became backlogged
 
     @classmethod
     def begin(cls, since: Entry, tag: float, v: float, largest: float) -> "Service":
@@ -76,8 +76,8 @@ class Service:
         violation, or ''."""
         self.served += share
         claim = max(0.0, v - tag)
-        # If the virtual time v passes the flow's tag, the flow missed its turn. A missed turn adds no claim,
-        # so the bound is broken and reported.
+        # If the virtual time v passes the flow's tag, the flow has missed its turn. A missed turn adds no
+        # claim, so the bound is broken and reported.
         self.claim = claim if is_correction else min(self.claim, claim)
         return self._check_service(tag, v, largest)
 
@@ -101,14 +101,14 @@ class Service:
 @dataclass(slots=True, eq=False)
 class FlowQueue:
     """The requests of one flow that wait in one band. `tag` is the flow's start tag while the flow is
-    backlogged, else its finish tag; None: unknown.
+    backlogged, else its finish tag; None if unknown.
 
-    `largest` is the largest share of all waiting and served requests of the flow. `tag_entry` last set the
-    tag, which may be higher by `slack`. `service` is None unless the flow is backlogged. `level` is the order
-    of an inner node's children. The check of G2 sets these fields.
+    `largest` is the largest share of all waiting and served requests of the flow. The log entry `tag_entry`
+    last set the tag, which may be higher by `slack`. `service` is None unless the flow is backlogged. `level`
+    is the order of an inner node's children. The check of G2 sets these fields.
 
-    The flow queues of a band are the leaves of a tree; each inner node has a FlowQueue, too, whose `waiting`
-    counts the requests of all flows below, and `ordered` the children that take turns. `parent` is None for
+    The flow queues of a band are the leaves of a tree. Each inner node has a FlowQueue, too: its `waiting`
+    counts the requests of all flows below, its `ordered` the children that take turns. `parent` is None for
     the root. Inner nodes are tenants; without tenants, the root is the parent of all flow queues.
     """
 
@@ -141,7 +141,7 @@ class FlowQueue:
 
     @property
     def chain(self) -> Iterator["FlowQueue"]:
-        """The flow queue and its ancestors below the root: all that take turns on the way to the flow."""
+        """The flow queue and its ancestors below the root, which all take turns among their siblings."""
         each = self
         while each.parent is not None:
             yield each
@@ -149,28 +149,28 @@ class FlowQueue:
 
     @property
     def throttled_by(self) -> "FlowQueue | None":
-        """The flow queue itself or its ancestor that is throttled; None if there is none."""
+        """The throttled one among this flow queue and its ancestors; None if none is throttled."""
         return next((each for each in self.chain if each.throttled), None)
 
 
 class FlowQueues:
     """All flow queues that have waiting requests or a tag that is still needed.
 
-    `separator`: divides a flow's name into the names of its path in the tree of tenants; '' without a tree.
+    `separator` divides a flow's name into the names on its path in the tree of tenants; '' without tenants.
     """
 
     def __init__(self, separator: str = "") -> None:
         self.separator = separator
         self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
         self._servable: Counter[int] = Counter()
-        # The latest logged priority of each band, by the band's number.
+        # The priority of each band as last logged, by the band's number.
         self.priorities = {number: band.priority for number, band in enumerate(NAMED)}
 
     def find(self, key: tuple[int, str]) -> FlowQueue | None:
         return self._flow_queues.get(key)
 
     def at(self, key: tuple[int, str]) -> FlowQueue:
-        """The flow queue with the key `key`, if necessary a new flow queue with an unknown tag."""
+        """The flow queue with the key `key`; if it is missing, a new one with an unknown tag."""
         queue = self._flow_queues.get(key)
         if queue is None:
             parent = self._parent(key)
@@ -193,7 +193,7 @@ class FlowQueues:
         return list(self._flow_queues.values())
 
     def above(self, priority: int) -> list[int]:
-        """The bands of a higher priority that have a servable flow queue."""
+        """The bands with a priority above `priority` that have a flow queue that takes turns."""
         return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
 
     @property
@@ -203,7 +203,7 @@ class FlowQueues:
 
     def collect(self, band: int) -> None:
         """Forget a band that has become empty."""
-        for queue in reversed(self.of(band)):  # children before their parents
+        for queue in reversed(self.of(band)):  # drop children before their parents
             if not (queue.waiting or queue.children):
                 self.drop(queue)
         self.priorities.pop(band, None)
@@ -230,7 +230,7 @@ class FlowQueues:
         self._servable.clear()
 
     def drop(self, queue: FlowQueue) -> None:
-        """Forget a flow queue that has become empty and has no children."""
+        """Forget a flow queue that is empty and has no children."""
         del self._flow_queues[queue.key]
         if queue.parent is not None:
             queue.parent.children -= 1
@@ -239,12 +239,12 @@ class FlowQueues:
         return len(self._flow_queues)
 
     def _take_turns(self, queue: FlowQueue, was_servable: bool) -> None:
-        """Count a flow queue that begins or ceases to take turns, and its ancestors that do so with it."""
+        """Record that a flow queue begins or ceases to take turns, and ancestors of it with it."""
         while (change := queue.is_servable - was_servable) and queue.parent is not None:
             was_servable = queue.parent.is_servable
             queue = queue.parent
             queue.ordered += change
             if not queue.ordered:
-                queue.throttled = False  # a node without children in order leaves the throttled nodes
+                queue.throttled = False  # a node without children that take turns is not throttled
         if queue.parent is None:
             self._servable[queue.band] += change

@@ -27,8 +27,8 @@ ENDS = frozenset({
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
     "expired", "abandoned", "preempted", "evicted",
 })  # fmt: skip
-THROTTLING = frozenset({"throttled", "unthrottled"})  # events of the flow queue that `flow` names
-CHARGES = frozenset({"charged", "refunded", "used"})  # events of the quotas of a request's tenants
+THROTTLING = frozenset({"throttled", "unthrottled"})  # events of a flow queue, which the field `flow` names
+CHARGES = frozenset({"charged", "refunded", "used"})  # events of tenants' quotas, caused by a request
 EVENTS = ENDS | THROTTLING | CHARGES | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
     "prefilled", "corrected", "tuned", "rebased", "collected", "tenant",
@@ -36,22 +36,23 @@ EVENTS = ENDS | THROTTLING | CHARGES | {
 }  # fmt: skip
 
 
-_FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # the field's name in an error message of msgspec
+_FIELD = re.compile(r"(?:\$\.|field `)(\w+)")  # finds the field's name in an error message of msgspec
 
 
 class EntryError(ValueError):
-    """Raised if an entry cannot be parsed; the message names the entry and the field."""
+    """Raised if a log entry cannot be parsed; the message names the entry and the field."""
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A decision. The fields `stock`, `queued`, `v`, `upper` and `lower` have the values after the decision.
+    """A decision in the log. `stock`, `queued`, `v`, `upper` and `lower` have the values after the decision.
 
-    `band` is the number of a band; another band may get the number once the band is `collected`. `priority`
+    `band` is the number of a band; another band may get this number after an event `collected`. `priority`
     orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
     all tags of the band fall. `due_ms` is the time at which the request becomes overdue. `tag` and `due_ms`
-    are None if the log omits the field. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is
-    '' while the request has no endpoint; `prefill` is another endpoint that computes the prompt of a placed
-    request, '' if none does or it is done. `body_bytes` is 0 if unknown, and also once the request is placed.
+    are None if the log omits the field. `limit` is the flow's limit on each endpoint (0: no limit).
+    `endpoint` is '' while the request has no endpoint; `prefill` is another endpoint that computes the prompt
+    of a placed request, '' without such an endpoint or once it is done. `body_bytes` is 0 if unknown, and
+    once the request is placed.
     """
 
     seq: int
@@ -101,12 +102,12 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def now_ms(self) -> int:
-        """The time of the decision in milliseconds, rounded down as in the scripts."""
+        """The time of the decision in milliseconds, rounded down as in the Lua scripts."""
         return self.time_us // 1000
 
     @property
     def number(self) -> float:
-        """The number in the note; NaN if the note is no number."""
+        """The number in the entry's note; NaN if the note is no number."""
         try:
             return float(self.note)
         except ValueError:
@@ -140,8 +141,8 @@ def _unreadable(raw: Mapping[str, str], field: str) -> EntryError:
     return EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}")
 
 
-PAGE = 1000  # entries that one call to Redis reads
-TIMEOUT_S = 10.0  # timeout of each call to Redis
+PAGE = 1000  # maximum entries that one call to Redis reads
+TIMEOUT_S = 10.0  # timeout, in seconds, of each call to Redis
 
 
 class LogUnreadable(PickerError):
@@ -150,7 +151,7 @@ class LogUnreadable(PickerError):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Consecutive entries. `trimmed`: the stream's cap may have trimmed entries before the first of them."""
+    """Consecutive log entries. `trimmed`: the stream's cap may have trimmed entries just before them."""
 
     entries: list[dict[str, str]]
     trimmed: bool
@@ -194,7 +195,7 @@ class LogStream:
         self._redis.close()
 
     def pages(self) -> Iterator[Page]:
-        """The pages of the log up to its present end; entries added while reading are left out."""
+        """The pages of the log up to its present end, without entries that are added during the read."""
         newest = self._call("XREVRANGE", self._keys.log, "+", "-", "COUNT", 1)
         if not newest:
             return
@@ -211,9 +212,10 @@ class LogStream:
             read = entries[-1][0]
 
     def settings_throughout(self) -> str | None:
-        """The settings (JSON) in force throughout a log that begins midway and has no change of settings.
+        """The settings (JSON) that were in force throughout a log that begins midway.
 
-        None if the log begins with the pool's first decision or has a change, or the settings are unknown.
+        None if the log begins with the pool's first decision or has a change of settings, or if the settings
+        are unknown.
         """
         settings = self._call("HGET", self._keys.pool, "settings")
         for number, page in enumerate(self.pages()):
@@ -235,7 +237,7 @@ class LogStream:
 
 
 def _connection(address: Address, url: str, key: str) -> dict[str, Any]:
-    """The arguments of redis-py that name the server to connect to."""
+    """The arguments by which redis-py connects to the server at `address`."""
     if address.kind == "socket":
         return {"unix_socket_path": address.path}
     host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find_primary(url, key))

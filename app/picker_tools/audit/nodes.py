@@ -1,7 +1,7 @@
-"""Tenants as the log shows them: paths of flows, and the settings of the tree's nodes.
+"""Tenants as the decision log shows them: the paths of flows, and the settings of the tree's nodes.
 
 The entries `tenant` show each change of nodes (docs/redis-schema.md). The audit has its own code for paths
-and nodes, as it checks the scripts' code.
+and nodes, since it checks the scripts' code.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import msgspec
 
 from picker_tools.audit.log import Entry, EntryError
 
-LEVELS = 8  # levels of the tree; the last has the whole flow's name
+LEVELS = 8  # maximum levels of the tree; a node on the last level has the rest of its flow's name
 INNER = "\x1e"  # ends the name of an inner node; a leaf has the name of its flow
-ROOT = 2 * INNER  # the root's name, which is above all paths; INNER alone is the node with an empty name
+ROOT = 2 * INNER  # the root's name; INNER alone is the name of the inner node with the path ''
 BETWEEN = "\x1f"
-_KINDS = ("tenant_changes", "tenants")  # nodes of operators, which are in force before configured nodes
+_KINDS = ("tenant_changes", "tenants")  # operators' changes take precedence over configured nodes
 _MOST_CACHED = 10_000
 
 QUEUE, DEMOTE = "queue", "demote"
@@ -41,7 +41,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    """The settings of a node. `weight` None: 1 for an inner node, the flow's weight for a leaf."""
+    """A node's settings. `weight` None stands for 1 at an inner node, and for the flow's weight at a leaf."""
 
     weight: float | None = None
     over_limit: str = QUEUE
@@ -55,19 +55,19 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def ancestry(flow: str, separator: str) -> list[str]:
-    """The paths of the nodes of `flow`, from the top to the leaf: a, a/b and a/b/c for the flow a/b/c; only
-    the flow without a separator."""
+    """The paths of the nodes above and at `flow`, from the top: a, a/b and a/b/c for the flow a/b/c. Without
+    a separator, only the flow."""
     names = flow.split(separator, LEVELS - 1) if separator else [flow]
     return [separator.join(names[:depth]) for depth in range(1, len(names) + 1)]
 
 
 class Nodes:
-    """The nodes in force by path. In the path of a node `*` stands for any name: PARENT/* or */*."""
+    """The nodes in force by path. In a node's path `*` stands for any name, as in PARENT/* or */*."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, dict[str, Node]] = {kind: {} for kind in _KINDS}
         self._found: dict[str, Node] = {}
-        self.version = 0  # number of changes
+        self.version = 0  # number of changes so far
 
     def change(self, entry: Entry) -> None:
         """Apply an entry `tenant`, whose note is PATH<31>KIND<31>JSON; without JSON the node is removed.
@@ -92,7 +92,7 @@ class Nodes:
         self.version += 1
 
     def find(self, path: str, separator: str) -> Node:
-        """The settings of `path`: its own, else its parent's for all children, else its level's."""
+        """The settings of `path`: the node's own, else its parent's for all children, else its level's."""
         found = self._found.get(path)
         if found is None:
             if len(self._found) >= _MOST_CACHED:

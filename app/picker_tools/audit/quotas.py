@@ -1,14 +1,15 @@
-"""The check of tenants' quotas: no node of a path grants more than its limits and budget allow.
+"""The check of tenants' quotas: no node on a path grants more than its limits and budget allow.
 
 A limit of `amount` units in `per_ms` is a leaky bucket (ITU-T I.371): the units owed leak at amount / per_ms,
-and a request may start if its units and they are at most `burst`. All buckets are computed from the log:
+and a request may start if its own units and the units owed are at most `burst`. The check computes all
+buckets from these entries of the log:
 
-- `charged`: a request was charged its estimate: at its arrival to nodes that reject or demote, at its grant
-  to all limits that have not charged it. Each must have had the estimate left. While the request is
-  `running`, new limits on requests in flight charge it. Nodes that demote do not charge a demoted request.
-- `used`: the usage replaces the estimate. The tokens are spent already, so the units owed may exceed `burst`.
+- `charged`: a request was charged by estimate: at its arrival, to nodes that reject or demote; at its grant,
+  to all other limits. Each limit must have had the estimate left. While the request is `running`, new
+  limits on requests in flight charge it. Nodes that demote do not charge a demoted request.
+- `used`: usage replaces the estimate. These tokens are already spent, so the units owed may exceed `burst`.
 - `refunded`: a request was not served, or returned to the queue (then only nodes that queue refund it).
-- `topped_up`: an operator lowered the used part of a limit or budget; a replica raised it after a loss.
+- `topped_up`: an operator lowered the used part of a limit or budget, or a replica raised it after an outage.
 
 A request counts once, however often it is retried or adopted: a second charge, refund or usage is a
 violation, and so is a request that starts without a charge. If the log begins midway, nothing is owed at its
@@ -27,19 +28,19 @@ from picker_tools.audit.nodes import BETWEEN, DEMOTE, QUEUE, Limit, Node, ancest
 from picker_tools.audit.replay import Replay, RequestState, Step
 
 _ARRIVAL, _GRANT, _RUNNING, _ALL, _DEMOTED = "arrival", "grant", "running", "all", "demoted"
-_Kind = tuple[str, str, str]  # a limit: path of the node, unit, period
-_PARALLEL = "requests in flight"  # a unit, as are `units` of a budget
+_Kind = tuple[str, str, str]  # names a limit: the node's path, the unit, the period
+_PARALLEL = "requests in flight"  # the unit of limits on requests in flight
 _UNSERVED = frozenset({
     "refused", "cancelled", "expired", "preempted", "evicted", "abandoned", "withdrawn", "upstream_failed",
 })  # fmt: skip
-_ROUNDING = 1e-6  # absolute tolerance, as in the Lua scripts
+_ROUNDING = 1e-6  # absolute tolerance for rounding errors, as in the Lua scripts
 _RELATIVE = 1e-9
-_LEAST_KEPT = 1000  # balances
+_LEAST_KEPT = 1000  # balances without effect are dropped only if there are more balances than this
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A request's charge in each unit; `units`: in units of budgets."""
+    """A request's charge in each unit of limits; `units` is the charge in units of budgets."""
 
     prompt: float
     answer: float
@@ -54,8 +55,8 @@ class _Tokens:
 
 @dataclass(slots=True)
 class _Charge:
-    """The charge of a request in force: the limits that have charged it, the entries of its charges by their
-    phases, of its usage (`used`) and of its end."""
+    """A request's charge in force: the limits that have charged the request, and the log entries of its
+    charges by phase, of its usage (`used`) and of its end."""
 
     first: Entry
     tokens: _Tokens
@@ -72,13 +73,13 @@ class Quotas(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        # Path, unit, per_ms -> the units owed, at which time (ms), and when nothing will be owed.
+        # (path, unit, per_ms) -> the units owed, the time (ms) of that amount, and when no unit will be owed.
         self._owed: dict[tuple[str, str, float], tuple[float, float, float]] = {}
-        self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # path, period -> its number, cost spent
-        self._parallel: Counter[str] = Counter()  # path -> charged requests that have not ended
+        self._spent: dict[tuple[str, str], tuple[int, float]] = {}  # (path, period) -> its number, cost spent
+        self._parallel: Counter[str] = Counter()  # path -> number of charged requests that have not ended
         self._charges: dict[str, _Charge] = {}
-        self._granted: dict[str, Entry] = {}  # requests that this decision granted and has not charged yet
-        # Requests that this decision ended, and whether a node of theirs has a limit.
+        self._granted: dict[str, Entry] = {}  # requests that the current decision granted but has not charged
+        # Requests that the current decision ended, and whether a node on their path has a limit.
         self._ended: list[tuple[str, _Charge, bool]] = []
         self._most_kept = _LEAST_KEPT
         self._decision_us = 0
@@ -87,7 +88,7 @@ class Quotas(Check):
     def check(self, step: Step) -> None:
         entry, rules = step.entry, self._replay.rules
         has_tenants = rules is not None and rules.tenants is not None
-        if has_tenants is not self._had_tenants:  # the scripts forget all charges then, too
+        if has_tenants is not self._had_tenants:  # forget all charges, as the scripts do
             self._had_tenants = has_tenants
             self._charges.clear()
             self._parallel.clear()
@@ -125,7 +126,7 @@ class Quotas(Check):
             self._granted[entry.request] = entry
         elif step.before is not RequestState.ABSENT and step.after is RequestState.ABSENT:
             charge.end = entry
-            # Nodes may have lost their limits since the charge, which leaves nothing to refund.
+            # If nodes have lost their limits since the charge, there is nothing to refund.
             self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
             for kind, _, limit in self._limits(entry.flow):
@@ -146,7 +147,7 @@ class Quotas(Check):
             self._finding.add(f"request {name} starts and is not charged", entry)
         self._ended.clear()
         self._granted.clear()
-        if len(self._owed) + len(self._spent) > self._most_kept:  # forget balances without effect
+        if len(self._owed) + len(self._spent) > self._most_kept:  # drop balances that have no effect
             now_ms = self._decision_us / 1000
             self._owed = {key: owed for key, owed in self._owed.items() if owed[2] > now_ms}
             self._spent = {
@@ -187,7 +188,7 @@ class Quotas(Check):
 
     def _check_demotion(self, entry: Entry, tokens: _Tokens) -> None:
         rules = self._replay.rules
-        # The scripts demote to the lowest band in use; the named bands are always in use.
+        # The scripts demote a request to the lowest band in use; the named bands are always in use.
         lowest = min(band.priority for band in rules.bands[: len(NAMED)]) if rules else entry.priority
         if entry.priority > lowest:
             what = f"request {entry.request} is demoted to priority {entry.priority}, not {lowest}"
@@ -212,7 +213,7 @@ class Quotas(Check):
                 yield (path, _PARALLEL, "node"), node, None
 
     def _left(self, kind: _Kind, node: Node, limit: Limit | None, entry: Entry) -> tuple[float, float]:
-        """The amount left of a limit, and the most at once."""
+        """How much of a limit is left, and how much it allows at once."""
         path, _, period = kind
         if limit is not None:
             return limit.most - self._owed_now(path, limit, entry), limit.most
@@ -279,7 +280,7 @@ class Quotas(Check):
         prompt, cached, answer, units = _numbers(entry, entry.note.split(), 4)
         charge = self._charges.get(entry.request)
         if charge is None:
-            return  # charged before the log, or restored uncharged
+            return  # the request was charged before the log, or restored without a charge
         self._finding.checked += 1
         if charge.used is not None:
             self._finding.add(f"the usage of request {entry.request} is charged twice", charge.used, entry)
@@ -313,7 +314,7 @@ class Quotas(Check):
 
 
 def _read(entry: Entry) -> tuple[str, _Tokens, bool]:
-    """Read an entry `charged` or `refunded`, whose note is PHASE PROMPT ANSWER UNITS, perhaps followed by
+    """Read an entry `charged` or `refunded`, whose note is `PHASE PROMPT ANSWER UNITS`, perhaps followed by
     `demoted`. Returns the phase, the tokens, and whether the request is demoted.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The pool's state rebuilt from the log: requests, flow queues and the settings in force.
+"""A pool's state as rebuilt from its decision log: requests, flow queues and the settings in force.
 
 The audit's checks read the rebuilt state before the replay applies each entry. If the log begins after the
-pool's first decision, the replay ignores requests that began before the log. The checks that depend on such
-requests start once the last such request has left.
+pool's first decision, the replay ignores requests that began before the log; checks that depend on these
+requests start once the last of them has left.
 """
 
 import enum
@@ -20,7 +20,7 @@ from picker_tools.audit.nodes import Nodes
 
 
 class BandLimits(msgspec.Struct, frozen=True):
-    """The limits of the band of `priority`: the most waiting requests, and the most bytes of their bodies."""
+    """The limits of the band with `priority`: maximum waiting requests, and maximum bytes of their bodies."""
 
     priority: int
     capacity: float = math.inf
@@ -28,37 +28,37 @@ class BandLimits(msgspec.Struct, frozen=True):
 
 
 class Tenants(msgspec.Struct, frozen=True):
-    """A flow is a path in a tree; `separator` divides the path's names."""
+    """The setting that makes each flow a path in a tree of tenants; `separator` divides the path's names."""
 
     separator: str
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """The settings of order and capacity from a `tuned` entry (docs/redis-schema.md, `base`).
+    """The settings of order and capacity in a `tuned` entry (docs/redis-schema.md, `base`).
 
-    Settings missing in the entry have the scripts' defaults.
+    Settings that the entry lacks have the scripts' defaults.
     """
 
     fairness: str = "weighted-fair"
     ordering: str = "fcfs"
     band_policy: str = "strict"
     guard_share: float = 0.0
-    starvation_ms: int = 0  # 0 means half of the request's TTL
+    starvation_ms: int = 0  # a request is overdue after this many ms; 0: after half of its TTL
     upper_per: float = 0.0
     weights: dict[str, float] = {}
-    adaptive: bool = False  # both bounds are the sum of the ready endpoints' limits
+    adaptive: bool = False  # if true, both bounds are the sum of the ready endpoints' limits
     caps: dict[str, int] = {}  # endpoint -> its limit of requests
-    default_cap: float = math.inf  # the limit of all other endpoints
+    default_cap: float = math.inf  # the limit of requests of each endpoint that is not in `caps`
     prefill_caps: dict[str, int] = {}  # endpoint -> its limit of prefills
     default_prefill_cap: float = math.inf
     token_caps: dict[str, int] = {}  # endpoint -> its limit in tokens
     default_token_cap: float = math.inf
     bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
-    # The largest part of the stock's upper bound that one request takes.
+    # The largest part of the stock's upper bound that one request may take.
     claim_share: float = msgspec.field(default=1.0, name="largest_claim")
-    queues: bool = msgspec.field(default=True, name="queue_enabled")  # False: requests take no stock
-    log_max: float = 1  # maximum log entries; 0: no log from here on
+    queues: bool = msgspec.field(default=True, name="queue_enabled")  # if false, requests take no stock
+    log_max: float = 1  # maximum number of log entries; 0 ends the log
     tenants: Tenants | None = None
 
     @classmethod
@@ -86,7 +86,7 @@ class Rules(msgspec.Struct, frozen=True):
         return "" if self.fairness == "none" else flow
 
     def share(self, entry: Entry) -> float:
-        """The share that a flow is charged for serving the request of `entry`."""
+        """The share that serving the request in `entry` charges to its flow."""
         if self.fairness == "round-robin":
             return 1.0
         if self.fairness == "none":
@@ -94,15 +94,15 @@ class Rules(msgspec.Struct, frozen=True):
         return entry.cost / (self.weights.get(entry.flow) or entry.weight)
 
     def due_ms(self, entry: Entry) -> int:
-        """The time (ms) at which the request of `entry` becomes overdue."""
+        """The time (ms) at which the request in `entry` becomes overdue."""
         arrived_ms = entry.arrived // 1000
         patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
     def ready(self, upper: float) -> int | None:
-        """The number of ready endpoints for which the upper bound is `upper`; None if unknown.
+        """The number of ready endpoints that gives the upper bound `upper`; None if unknown.
 
-        If endpoints have different limits, the largest number that may yield `upper`.
+        If endpoints have different limits, it is the largest number that may give `upper`.
         """
         found = [self.default_cap, *self.caps.values()]
         if self.default_token_cap < math.inf:
@@ -111,7 +111,7 @@ class Rules(msgspec.Struct, frozen=True):
         return round(upper / least) if least > 0 else None
 
     def limits_at(self, priority: int) -> BandLimits:
-        """The limits of the next configured band at or below `priority`, or else of the lowest band."""
+        """The limits of the next configured band at or below `priority`; else those of the lowest band."""
         at_or_below = [band for band in self.bands if band.priority <= priority]
         if at_or_below:
             return max(at_or_below, key=lambda band: band.priority)
@@ -127,7 +127,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class RequestState(enum.StrEnum):
-    """The states of a request. `ORPHANED`: the request was queued by a replica that is now silent."""
+    """The states of a request. `ORPHANED`: the request waits, but the replica with its stream is silent."""
 
     ABSENT = "absent"
     QUEUED = "queued"
@@ -140,7 +140,7 @@ _PRESENT = frozenset(RequestState) - {RequestState.ABSENT}
 RUNNING = frozenset({RequestState.GRANTED, RequestState.PLACED})
 _WAITING = frozenset({RequestState.QUEUED, RequestState.ORPHANED})
 
-# The states in which each event may happen to a request.
+# Event -> the states of a request in which the event may happen to the request.
 STATES_BEFORE: dict[str, frozenset[RequestState]] = {
     "queued": frozenset({RequestState.ABSENT}),
     "bypassed": frozenset({RequestState.ABSENT}),
@@ -189,8 +189,8 @@ def state_after(event: str, before: RequestState) -> RequestState:
 class OpenRequest:
     """A request that has begun and has not ended.
 
-    `flow_key` names the request's last flow queue, and `stock_taken` is the stock that the request holds
-    (None: unknown). `grant_entry` is the entry of its grant; the charge began at the start tag in that entry.
+    `flow_key` names the request's last flow queue; `stock_taken` is the stock that the request holds (None if
+    unknown). `grant_entry` is the log entry of its grant, whose start tag is where the charge began.
     """
 
     first_entry: Entry
@@ -198,7 +198,7 @@ class OpenRequest:
     flow_key: str
     stock_taken: float | None = 0.0
     endpoint: str = ""
-    prefill: str = ""  # the endpoint that computes the prompt; '' if there is none, or it is done
+    prefill: str = ""  # the endpoint that computes the prompt; '' without one, or once it is done
     grant_entry: Entry | None = None
 
     @property
@@ -207,13 +207,13 @@ class OpenRequest:
 
     @property
     def charge_entry(self) -> Entry:
-        """The entry of the request's grant, or of its beginning if it has no grant."""
+        """The log entry of the request's grant; without a grant, the entry of its beginning."""
         return self.grant_entry or self.first_entry
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A log entry and the transition of its request; `request` is None if the replay does not know it."""
+    """A log entry and its request's transition; `request` is None if the replay does not know the request."""
 
     entry: Entry
     request: OpenRequest | None
@@ -243,7 +243,7 @@ def same(left: float, right: float) -> bool:
 
 
 def largest_bound(restored: Entry) -> float:
-    """The upper bound with all endpoints ready, from the note of a restored request's entry.
+    """The upper bound if all endpoints were ready, from the note of a restored request's log entry.
 
     Raises:
         EntryError: the entry's note is no finite number.
@@ -254,13 +254,13 @@ def largest_bound(restored: Entry) -> float:
 
 
 class Replay:
-    """The pool's state after the entries so far. Call `advance` once the checks saw a step.
+    """The pool's state after the log entries so far. Call `advance` once the checks have seen a step.
 
-    requests: by id. rules: the settings in force; None while unknown. nodes: the tenants' settings in force.
-    waiting, orphaned, running: the number of known requests in that state.
-    stock, queued: the values of the last entry; None before the first.
-    reordering: requests that waited when the order changed. The log does not show when the sweep reorders
-    such a request, so order is not checked while any of these requests waits.
+    requests: open requests by id. rules: the settings in force; None while unknown. nodes: the tenants'
+    settings in force. waiting, orphaned, running: the number of known requests in that state. stock, queued:
+    the values in the last entry; None before the first entry. reordering: requests that waited when the order
+    changed. The log does not show when the sweep reorders such a request, so the checks do not check order
+    while any of these requests waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -275,7 +275,7 @@ class Replay:
         self.last: Entry | None = None
         self.complete = False  # whether the log begins with the pool's first decision
         self.waiting = 0
-        self._in_use = 0.0  # stock held by the known requests
+        self._in_use = 0.0  # the stock that known requests hold
         self._unseen_waiting = True  # whether requests from before the log may wait
         self._unseen_running = True
 
@@ -295,7 +295,7 @@ class Replay:
 
     def step(self, entry: Entry) -> Step:
         """The transition of a request's state that `entry` causes. An event that is impossible in the
-        request's state leaves the state unchanged, unless the event ends the request."""
+        request's state changes nothing, unless it ends the request."""
         if self.last is None:
             self._join(entry)
         if not entry.request:
@@ -322,7 +322,7 @@ class Replay:
             taken = step.request.stock_taken
             return None if taken is None else max(0.0, self.stock - taken)
         if step.request is None and step.entry.request and self._unseen_running:
-            return None  # a request unknown to the replay has ended
+            return None  # a request that the replay does not know has ended
         return self.stock
 
     def queued_after(self, step: Step) -> int | None:
@@ -332,7 +332,7 @@ class Replay:
         return self.queued + step.enters_queue - step.leaves_queue
 
     def advance(self, step: Step) -> None:
-        """Apply `step`."""
+        """Apply `step` to the rebuilt state."""
         entry, request = step.entry, step.request
         was_settled = self.settled
         if entry.flow or entry.event == "rebased":
@@ -364,7 +364,7 @@ class Replay:
         self._in_use -= request.stock_taken or 0.0
 
     def _stock_taken_by(self, entry: Entry) -> float:
-        """The stock that the request of `entry` takes."""
+        """The stock that the request in `entry` takes."""
         rules = self.rules or Rules()
         if not rules.queues:
             return 0.0
@@ -372,7 +372,7 @@ class Replay:
         return min(entry.cost, largest_claim(rules.claim_share, bound))
 
     def _join(self, entry: Entry) -> None:
-        """Decide from the first entry whether the pool was empty before that entry."""
+        """Decide by the first entry whether the pool was empty before the log."""
         first = Step(entry, None, RequestState.ABSENT, state_after(entry.event, RequestState.ABSENT))
         stock = self._stock_taken_by(entry) if first.takes_stock else 0.0
         if entry.seq == 1 and same(entry.stock, stock) and entry.queued == first.enters_queue:
@@ -381,7 +381,7 @@ class Replay:
             self.stock, self.queued = 0.0, 0
 
     def _is_unseen_entering(self, entry: Entry) -> bool:
-        """Whether an orphaned or granted request that was not seen before returns to the queue."""
+        """Whether `entry` returns an orphaned or granted request, which was not seen before, to the queue."""
         return (
             not self.complete
             and entry.event in ("adopted", "requeued")
@@ -431,13 +431,13 @@ class Replay:
         else:
             self.requests[entry.request] = request
         if not self.running:
-            self._in_use = 0.0  # no request: drop rounding errors
+            self._in_use = 0.0  # without requests no stock is in use: drop rounding errors
 
     def _enter(self, entry: Entry, request: OpenRequest) -> None:
         request.flow_key = self._flow_key(entry)
         queue = self.flow_queues.at((entry.band, request.flow_key))
         if entry.tag is not None and entry.event != "requeued":
-            self.flow_queues.set_throttled(queue, False)  # a newly backlogged flow is not throttled
+            self.flow_queues.set_throttled(queue, False)  # a flow that becomes backlogged is not throttled
         self.flow_queues.wait(queue, 1)
         self.waiting += 1
 

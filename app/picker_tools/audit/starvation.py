@@ -1,15 +1,15 @@
-"""The check of G3: overdue requests get the guard's share of dispatches, the longest overdue request first.
+"""The check of G3: overdue requests get the starvation guard's share of dispatches, longest overdue first.
 
 The guard's share of dispatches is the setting `guard_share`. At every dispatch this module checks:
 
-- The guard serves the request with the least due time whose flow queue is not throttled.
+- The guard serves the request with the least due time among those whose flow queues are not throttled.
 - Of any n successive dispatches, the guard makes at most share·n + 1. If the guard sees an overdue request at
 each of the n dispatches, it makes at least ⌊share·n⌋ − 1 of them.
-- A request behind k longer overdue requests is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
-  the guard sees an overdue request. The count of dispatches restarts when the throttling of the request's
-  flow ends. After a change of the share, each dispatch counts with the share in force at the dispatch before.
+- A request behind k requests that are overdue for longer is served, or ends, within ⌈(k + 1)/share⌉
+  dispatches at which the guard sees an overdue request. The count of dispatches restarts when throttling of
+  the request's flow ends. If the share changes, each dispatch counts with the share at the dispatch before.
 
-The guard looks at the 16 requests that are overdue longest and skips throttled flows, as in
+The guard looks at the 16 requests that are overdue for longest and skips throttled flows, as in
 `lua/lib/flows.lua`.
 """
 
@@ -23,7 +23,7 @@ from picker_tools.audit.replay import OpenRequest, Replay, Step
 _LOOKS_AT = 16
 _ROUNDING = 1e-9
 
-_Key = tuple[int, str]  # due time (µs, with the last three digits of the arrival), request id
+_Key = tuple[int, str]  # a request's due time (µs, with the last three digits of its arrival) and id
 
 
 class Starvation(Check):
@@ -32,13 +32,14 @@ class Starvation(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._not_due: list[_Key] = []  # a heap: waiting requests that are not overdue yet
-        self._overdue: list[_Key] = []  # overdue requests, sorted
+        self._not_due: list[_Key] = []  # a heap of waiting requests that are not yet overdue
+        self._overdue: list[_Key] = []  # overdue requests, in order of due time
         self._keys: dict[str, _Key] = {}  # id of a waiting request -> its sort key
-        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> its overdue requests
-        self._credit = 0.0  # sum of `guard_share` over dispatches with an overdue request
+        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # flow queue -> ids of its overdue requests
+        self._credit = 0.0  # sum of `guard_share` over all dispatches that had an overdue request
         self._limits: dict[str, float] = {}  # overdue request -> the `_credit` by which it must be served
-        # Guard dispatches minus shares, maximised over runs that end now; above 1 is a violation.
+        # The guard's dispatches minus its shares, at most over all runs of dispatches that end now; a value
+        # above 1 is a violation.
         self._excess = 0.0
         self._share_before: float | None = None
         # Shares minus the guard's dispatches since `_run_start`, while the guard sees an overdue request.
@@ -90,7 +91,7 @@ class Starvation(Check):
             self._limits.pop(request_id, None)
 
     def _promote(self, entry: Entry) -> None:
-        """Move the requests whose due time has come into the list `_overdue`."""
+        """Move requests whose due time has come to the list `_overdue`."""
         while self._not_due and self._not_due[0][0] // 1000 <= entry.now_ms:
             key = heapq.heappop(self._not_due)
             request_id = key[1]
@@ -100,15 +101,15 @@ class Starvation(Check):
                 continue
             self._overdue.insert(at, key)
             self._overdue_of.setdefault(request.queue_key, set()).add(request_id)
-            for _, behind in self._overdue[at + 1 :]:  # now one more request precedes the requests behind it
+            for _, behind in self._overdue[at + 1 :]:  # one more request now precedes these requests
                 if behind in self._limits:
                     self._limits[behind] += 1
             if self._can_be_served(request_id):
                 self._limits[request_id] = self._credit + at + 1
 
     def _apply_throttling(self, entry: Entry) -> None:
-        """Leave out the overdue requests of a throttled flow queue, or of a throttled tenant's flow queues,
-        and restart their counts when the throttling ends."""
+        """Ignore the overdue requests of a throttled flow queue, or of a throttled tenant's flow queues, and
+        restart their counts when the throttling ends."""
         flow_queues = self._replay.flow_queues
         subject = flow_queues.find((entry.band, entry.flow))
         keys = list(self._overdue_of) if subject and subject.is_inner else [(entry.band, entry.flow)]
@@ -125,7 +126,7 @@ class Starvation(Check):
                     self._limits[request_id] = self._credit + at + 1
 
     def _restart(self) -> None:
-        """Restart all counts when the order is known again: earlier counts no longer apply."""
+        """Restart all counts when the order is known again, since earlier counts no longer apply."""
         self._order_unknown = False
         self._run_start = None
         self._excess, self._share_before = 0.0, None
@@ -139,7 +140,7 @@ class Starvation(Check):
         return queue is not None and queue.throttled_by is None
 
     def _next_overdue(self) -> str | None:
-        """The id of the request that the starvation guard must serve next; None if it sees none overdue."""
+        """The id of the request that the starvation guard must serve next; None without overdue requests."""
         return next(
             (request_id for _, request_id in self._overdue[:_LOOKS_AT] if self._can_be_served(request_id)),
             None,
@@ -188,7 +189,7 @@ class Starvation(Check):
             self._finding.add(what, self._replay.requests[first].first_entry, entry)
 
     def _check_limits(self, entry: Entry) -> None:
-        """Find overdue requests that should have been served by this dispatch."""
+        """Report overdue requests that should have been served by this dispatch at the latest."""
         late = [each for each, limit in self._limits.items() if limit <= self._credit + _ROUNDING]
         for request_id in late:
             del self._limits[request_id]

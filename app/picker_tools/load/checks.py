@@ -31,8 +31,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A checked promise. `evidence` explains the verdict. `cases`: first violations. `says`: its text.
-    `check_promises` sets its name and text."""
+    """A checked promise. `evidence` explains the verdict; `cases` has the first violations; `says` is the
+    promise's text. `check_promises` sets name and text."""
 
     verdict: Verdict
     evidence: str
@@ -42,7 +42,7 @@ class Promise:
 
 
 def kept_unless(cases: Sequence[object], evidence: str) -> Promise:
-    """The promise is kept, unless `cases` has violations."""
+    """The verdict that a promise is kept, unless `cases` has violations."""
     if not cases:
         return Promise(Verdict.KEPT, evidence)
     return Promise(Verdict.BROKEN, f"{evidence}; {len(cases)} violations", tuple(map(str, cases[:MAX_CASES])))
@@ -57,9 +57,9 @@ def unknown(why: str) -> Promise:
 
 
 EXPIRED = "rejected-ttl-expired"
-_LATE_S = 1.0  # a client gets an answer within this time after the request's TTL (G5)
-RECOUNTED_S = 10.0  # two access-log intervals: a Redis back empty then counts all running requests
-_LATENESS_S = 0.25  # requests sent later than this, in seconds, make the load differ from the plan
+_LATE_S = 1.0  # a client gets an answer within this many seconds after its request's TTL (G5)
+RECOUNTED_S = 10.0  # two access-log intervals: an empty Redis has then counted all running requests again
+_LATENESS_S = 0.25  # if requests are sent more than this many seconds late, the load differs from the plan
 
 
 def one_answer(run: RunResult) -> Promise:
@@ -81,7 +81,7 @@ def refusals_explained(run: RunResult) -> Promise:
     bad = [
         f"{answer} (retry-after {answer.retry_after or 'none'}, reason {answer.reason or 'none'})"
         for answer in refused
-        # While Redis is unavailable a refusal needs no reason from the shared queue.
+        # While Redis is unavailable, a refusal need not have a reason of the shared queue.
         if not answer.retry_after.isdecimal()
         or not (answer.reason or run.disturbed(answer.done_s, RECOUNTED_S))
     ]
@@ -94,7 +94,7 @@ def deadline_kept(run: RunResult) -> Promise:
     late = [answer for answer in refused if answer.took_s > ttl_s[answer.source] + _LATE_S]
     waits = max((answer.took_s for answer in refused), default=0.0)
     if not refused:
-        return unknown("every request was served; the audit of the decision log checks TTLs (G5)")
+        return unknown("every request was served, so none could be late; the audit checks TTLs, too (G5)")
     expired = sum(answer.reason == EXPIRED for answer in refused)
     return kept_unless(late, f"{expired} expired; the longest time to a refusal was {waits:.2f} s")
 
@@ -113,7 +113,8 @@ def stock_in_bounds(run: RunResult) -> Promise:
     samples = [each for each in run.samples if not run.disturbed(each.at_s, RECOUNTED_S)]
     if not samples:
         return unknown("no sample shows the shared state")
-    # Requests that run when a found limit falls go on, so the stock may exceed the bound until they end.
+    # When a limit that the fleet has found falls, running requests go on: until they end, the stock may
+    # exceed the bound.
     allowed = (0.0, *(max(before.upper, before.stock) for before in samples))
     over = [
         f"at {each.at_s:.2f} s: {each.stock:g} of {each.upper:g}"
@@ -142,7 +143,7 @@ def load_as_planned(run: RunResult) -> Promise:
 
 
 def audited(promise: str, run: RunResult) -> Promise:
-    """The audit of the decision log for `promise`: one of G1 to G6, or `log`."""
+    """The result of the audit of the decision log for `promise`, which is one of G1 to G6 or `log`."""
     if not any(log_audit.report for log_audit in run.log_audits):
         why = next(
             (log_audit.why for log_audit in run.log_audits if log_audit.why),
@@ -178,12 +179,12 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
 }
 
 
-_NEAR = 0.9  # a flow must get this fraction of its fair share, less _EDGE requests
-_EDGE = 3  # requests missing in a count because they wait when counting begins or ends
-_SHORTER = 0.25  # a client within its share waits at most this fraction of the other client's mean wait
-_AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
-_GOES_ON = 0.5  # fraction of its throughput that the fleet must keep without Redis (G8)
-_OVER_S = 1.0  # after this time of an outage, all calls to Redis in flight have failed
+_NEAR = 0.9  # a flow must get at least this part of its fair share, less _EDGE requests
+_EDGE = 3  # a count may lack this many requests, which wait when counting begins or ends
+_SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
+_AT_ONCE_S = 1.0  # a request refused after more seconds was admitted and then preempted
+_GOES_ON = 0.5  # without Redis, the fleet must keep this part of its throughput (G8)
+_OVER_S = 1.0  # after so many seconds of an outage, all calls to Redis in flight have failed
 
 
 def no_errors(run: RunResult) -> Promise:
@@ -217,7 +218,7 @@ def overloaded(run: RunResult) -> Promise:
 
 
 def keeps_share(name: str, run: RunResult) -> Promise:
-    """The source `name` gets about its fair share of the service."""
+    """Check that the source `name` gets about its fair share of the service."""
     service, total = run.service(), sum(run.service().values())
     flow = _source(run, name).flow
     due = fair(run.sources, run.demand(), total).get(flow, 0.0)
@@ -228,7 +229,7 @@ def keeps_share(name: str, run: RunResult) -> Promise:
 
 
 def waits_less(name: str, than: str, run: RunResult) -> Promise:
-    """The source `name`, which asks for less than its fair share, waits far less than the source `than`."""
+    """Check that the source `name`, which asks for less than its fair share, waits far less than `than`."""
     mine, others = (_lengths(run, _source(run, each)) for each in (name, than))
     if not mine or not any(others):
         return unknown(f"{name} or {than} was not served")
@@ -241,7 +242,7 @@ def waits_less(name: str, than: str, run: RunResult) -> Promise:
 
 
 def not_refused(name: str, run: RunResult) -> Promise:
-    """Every request of the source `name` is served, while requests of other sources are refused."""
+    """Check that every request of the source `name` is served, while other sources' requests are refused."""
     mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
     bad = [answer for answer in mine if not answer.served]
     others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
@@ -250,7 +251,7 @@ def not_refused(name: str, run: RunResult) -> Promise:
 
 
 def low_not_starved(run: RunResult) -> Promise:
-    """G3: every admitted request of low priority is served within its TTL."""
+    """Check G3: every admitted request of low priority is served within its TTL."""
     low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
     cases: list[object] = []
     text: list[str] = []
@@ -296,7 +297,7 @@ def outage_serves(run: RunResult) -> Promise:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Served answers a second, of requests sent in an interval; None if none was sent."""
+    """How many requests that were sent in an interval were served, a second; None if none was sent."""
     if not any(from_s <= each.sent_s < to_s for each in run.answers):
         return None
     served = [each for each in run.answers if each.served]
@@ -308,7 +309,8 @@ def outage_bound(run: RunResult) -> Promise:
         return unknown("there was no outage")
     began_s, end_s = run.outage
     before = latest_before(run.samples, began_s)
-    # Include the resync: the shared queue could admit requests before it counts the running requests.
+    # Include the time of the resync, in which the shared queue could admit requests before it has counted the
+    # running requests.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [
         each
@@ -351,7 +353,7 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
         partial(keeps_share, "quiet"),
     ),
     "quiet-wait": (
-        "the quiet client does not wait for the noisy one",
+        "the quiet client does not wait for the noisy client",
         partial(waits_less, "quiet", "noisy"),
     ),
     "quiet-not-refused": ("the quiet client is never refused", partial(not_refused, "quiet")),
@@ -383,6 +385,6 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 
 
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
-    """Check the promises of the scenario, then the general promises."""
+    """Check the promises of the run's scenario, then the promises of every run."""
     wanted = {**{name: SCENARIO_CHECKS[name] for name in run.scenario.promises}, **GENERAL_CHECKS}
     return tuple(replace(check(run), name=name, says=says) for name, (says, check) in wanted.items())

@@ -1,4 +1,4 @@
-"""`picker load`: runs a named load against a fleet and checks the fleet's promises."""
+"""The command `picker load`: runs a named load against a fleet and checks the fleet's promises."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ class ProgressView:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         console = Console(highlight=False)
         self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
-        self.report = Report(console)  # prints above the bar
+        self.report = Report(console)  # prints its lines above the progress bar
         self._task = self.bar.add_task("load", total=duration_s, visible=False)
 
     def show(self, load: Load, state: Sample | None) -> None:
@@ -63,31 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 a promise broken, 2 bad usage"
     add("scenario", choices=SCENARIOS, metavar="SCENARIO", help=", ".join(SCENARIOS))
     add("--target", metavar="URL", help=f"a fleet's Envoy (default: {fleets.DEFAULT_URL} if it answers)")
-    add("--admin", metavar="URL", help="the admin API of one of its replicas, for stock and queue")
-    add("--state-file", type=Path, metavar="FILE", help="the state file that its `picker up` wrote")
+    add("--admin", metavar="URL", help="admin API of a replica of that fleet, for stock and queue")
+    add("--state-file", type=Path, metavar="FILE", help="state file that the fleet's `picker up` wrote")
     add("--allow-remote", action="store_true", help="permit a target that is not on this machine's loopback")
     add("--own", action="store_true", help="start a fleet, even if one runs")
-    add("--replicas", type=whole_number(1), metavar="N", help="of the fleet to start (default: 3)")
-    add("--endpoints", type=whole_number(1), metavar="N", help="of the fleet to start (default: 4)")
-    add("--mode", choices=MODES, help="of the fleet to start (default: lean)")
+    add("--replicas", type=whole_number(1), metavar="N", help="replicas of the fleet to start (default: 3)")
+    add("--endpoints", type=whole_number(1), metavar="N", help="endpoints of the fleet to start (default: 4)")
+    add("--mode", choices=MODES, help="mode of the fleet to start (default: lean)")
     seconds = decimal("number of seconds", _LONGEST_S)
     add("--duration", type=seconds, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
-    about = "requests a second of all sources (default: by the fleet's capacity)"
+    about = "requests a second of all sources together (default: by the fleet's capacity)"
     add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)
     most = whole_number(1, _MAX_REQUESTS)
     add("--max-requests", type=most, default=20_000, metavar="N", help="stop after N (%(default)s)")
-    add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
-    add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
+    add("--seed", type=int, default=1, metavar="N", help="seed of arrivals, prompts and faults (%(default)s)")
+    add("--report", type=Path, metavar="DIR", help="folder of the report (default: load-reports/SCENARIO)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `picker load`. Exit status 1 if a promise is broken (see stdout), else 130 if interrupted, else 0.
+    """Run `picker load`. Exit status 1 if a promise is broken (stdout says which), else 130 if interrupted,
+    else 0.
 
     Raises:
         ConfigError: the arguments conflict with each other or with the fleet.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:  # fails now instead of after the run
+    if find_spec("matplotlib") is None:  # fail before the run, not after it
         raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(
@@ -122,8 +123,8 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
 
 
 async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult:
-    """Find or start the fleet, then run a session with the fleet. A signal cancels the run until the load
-    begins, and afterwards ends the load."""
+    """Find or start the fleet, then run a session with the fleet. A signal before the load begins cancels
+    the run; a later signal ends the load."""
     work = asyncio.current_task()
     assert work is not None
 
@@ -134,7 +135,7 @@ async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progr
 
     found = await _found(args, plan)
     if found is not None:
-        shown.report.text(f"{plan.scenario.name}: against the fleet at {found.url}")
+        shown.report.text(f"{plan.scenario.name}: sends its load to the fleet at {found.url}")
         return await run(found, None)
     sim = SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=args.seed)
     options = UpOptions(args.replicas or 3, args.endpoints or 4, args.mode or "lean", sim)
@@ -157,7 +158,7 @@ async def _load(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progr
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
-    """The running fleet that gets the load; None if this run must start a fleet."""
+    """The running fleet to which the load is sent; None if this run must start a fleet."""
     own = args.own or args.replicas or args.endpoints or args.mode
     given = args.target or args.state_file
     if own and (given or args.admin):
@@ -183,7 +184,7 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
 
 def write_report(evidence: RunResult, report: Path) -> int:
     """Write the report of the run and print the verdicts. Returns the exit status."""
-    from picker_tools.load import report as reports  # matplotlib takes long to import
+    from picker_tools.load import report as reports  # imported late, since matplotlib loads slowly
 
     promises = check_promises(evidence)
     reports.write(evidence, promises, report)

@@ -1,4 +1,4 @@
-"""The fleet under load: a running fleet, or a local fleet that `picker load` starts for the run."""
+"""The fleet under load: a fleet that already runs, or a local fleet that `picker load` starts for the run."""
 
 import asyncio
 import json
@@ -19,17 +19,17 @@ from picker_tools.local_fleet.network import ADMIN_TOKEN, get
 from picker_tools.local_fleet.parts import Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
 
-DEFAULT_URL = "http://127.0.0.1:8080"  # the Envoy that `picker up` starts
+DEFAULT_URL = "http://127.0.0.1:8080"  # the URL of the Envoy that `picker up` starts by default
 DEFAULT_ADMIN = "http://127.0.0.1:8081"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The fleet under load. `admins`: the replicas' admin URLs. `endpoints`: the model servers' addresses
+    """The fleet under load. `admins` has the replicas' admin URLs, `endpoints` the model servers' addresses
     (`ip:port`).
 
-    `redis`: the URL of the Redis with the decision log; '' if unknown. `mode`: how Envoy calls the picker; ''
-    for a fleet that already ran. `own`: whether this run started the fleet.
+    `redis` is the URL of the Redis with the decision log; '' if unknown. `mode` says how Envoy calls the
+    picker; '' for a fleet that already ran. `own`: whether this run started the fleet.
     """
 
     url: str
@@ -45,7 +45,7 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
     """The URL `url` without its path.
 
     Raises:
-        ConfigError: `url` is no http://host:port, or not on the loopback and `allow_remote` is not set.
+        ConfigError: `url` is no http://host:port, or it is not on the loopback and not `allow_remote`.
     """
     parts = urlsplit(url)
     try:
@@ -72,7 +72,8 @@ async def default_fleet_answers() -> bool:
 async def found(
     *, target: str | None, admin: str | None, state_file: Path | None, allow_remote: bool
 ) -> Target:
-    """The running fleet at the URL `target`, else the fleet of `state_file`, else the default fleet.
+    """The running fleet at the URL `target`, else the fleet that `state_file` describes, else the fleet at
+    the default ports of `picker up`.
 
     Raises:
         ConfigError: the fleet does not answer, a URL is not allowed, or the file is no state file.
@@ -99,7 +100,7 @@ async def found(
 
 
 async def check_needs(target: Target, scenario: Scenario) -> None:
-    """Check that a running fleet has the settings that `scenario` needs; settings not known pass.
+    """Check that a running fleet has the settings that `scenario` needs; an unknown setting passes.
 
     Raises:
         ConfigError: the fleet lacks a setting, which the message names.
@@ -132,38 +133,38 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     return state
 
 
-_LOG_ENTRIES = 1_000_000  # more than a run can write, so that the audit finds all entries
+_LOG_ENTRIES = 1_000_000  # more log entries than a run can write, so that the audit finds all entries
 _VALKEY_ATTEMPTS = 3
 _VALKEY_GRACE_S = 4.0
 
 
 class OwnFleet:
-    """A local fleet for one run; start and stop it once. Files and logs of its processes are in `folder`."""
+    """A local fleet for one run, started and stopped once. Its processes' files and logs are in `folder`."""
 
     def __init__(self, scenario: Scenario, options: UpOptions, folder: Path, report: Report) -> None:
         self._scenario = scenario
         self._options = options
         self._folder = folder
         self._report = report
-        # The local fleet does not supervise this Valkey, as it would restart the Valkey after `stop_redis`.
+        # The local fleet must not supervise this Valkey: it would restart the Valkey after `stop_redis`.
         self._valkey = Valkey(folder)
         self._valkeys = Supervisor(folder, report)
         self._fleet: LocalFleet | None = None
 
     @property
     def settings(self) -> config.Settings:
-        """The settings of the fleet's replicas, without addresses."""
+        """The settings of the fleet's replicas, except for addresses."""
         tree: dict[str, Any] = {
             "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
-            "extproc": {"drain_grace": "100ms"},  # no request is left to drain when the fleet stops
-            # The plan of the load needs a known capacity.
+            "extproc": {"drain_grace": "100ms"},  # when the fleet stops, it has no requests
+            # The load can be planned only for a known capacity.
             "request_queue_controller": {"watermark_per_backend": 2},
             **self._scenario.config,
         }
         return config.parse(tree)
 
     async def start(self) -> Target:
-        """Start all processes of the fleet. Raises StartupError if a process did not become ready."""
+        """Start all processes of the fleet. Raises StartupError if a process does not become ready."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
         options = replace(self._options, redis=self._valkey.url)
         self._fleet = LocalFleet(options, self.settings, self._folder, self._report)
@@ -180,7 +181,7 @@ class OwnFleet:
         )
 
     async def watch(self) -> None:
-        """Restart processes of the fleet that die, until cancelled."""
+        """Restart each process of the fleet that dies, until cancelled."""
         assert self._fleet is not None
         await self._fleet.watch()
 
@@ -191,7 +192,7 @@ class OwnFleet:
         await self._valkeys.stop([self._valkey], _VALKEY_GRACE_S)
 
     def kill(self) -> None:
-        """Kill all child processes now; the method `stop` returns soon after."""
+        """Kill all child processes now, so that the method `stop` returns soon."""
         if self._fleet is not None:
             self._fleet.kill()
         self._valkeys.kill()
@@ -210,7 +211,7 @@ class OwnFleet:
         await self._valkeys.stop([self._valkey], 0.0)
 
     async def start_redis(self) -> None:
-        """Start the Valkey again, empty, at the same address. Raises StartupError, like `start`."""
+        """Start the Valkey again, without data, at the same address. Raises StartupError, like `start`."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
 
 

@@ -1,8 +1,8 @@
 """The load generator: an HTTP/1.1 client on the event loop, closed and open loops of requests, and a record
 of each answer.
 
-`picker load`, the fault suite, the long tests and the benches send their load with this module. The client
-costs little CPU, so that the load does not slow the fleet on the same machine.
+`picker load`, the fault suite, the long tests and the benches send their load by this module. The client
+takes little CPU time, so that it does not slow a fleet on the same machine.
 
 A closed loop has a fixed number of clients. Each client sends its next request after the last answer, so a
 slow fleet gets less load. An open loop sends each request at a planned time, whatever the fleet answers.
@@ -27,8 +27,8 @@ import httptools
 import orjson
 
 PATH = "/v1/completions"
-LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests up to this size on another replica
-HANGS_S = 90.0  # the client hangs up if an answer takes longer
+LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests of up to this size at another replica
+HANGS_S = 90.0  # the client hangs up if an answer takes more seconds
 _CONNECT_S = 5.0
 _SERVED_WITHIN_S = 120.0
 _REFUSED_PAUSE_S = 0.05
@@ -56,7 +56,7 @@ class Request:
         return orjson.dumps(tree)
 
 
-@lru_cache(maxsize=16)  # some loops repeat a few requests
+@lru_cache(maxsize=16)  # some loops send the same few requests again and again
 def _encode(request: Request, host: str) -> bytes:
     body = request.body()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
@@ -70,21 +70,21 @@ def _encode(request: Request, host: str) -> bytes:
 class Kind(StrEnum):
     """The outcome of a request as its client sees it."""
 
-    SERVED = "served"  # a whole answer
-    REFUSED = "refused"  # 503 or 429
-    FAILED = "failed"  # outcome: an error, an incomplete answer, a timeout
-    LEFT = "left"  # outcome: the client hung up
+    SERVED = "served"  # the client got a whole answer
+    REFUSED = "refused"  # the client got status 503 or 429
+    FAILED = "failed"  # the client got an error or an incomplete answer, or timed out
+    LEFT = "left"  # the client hung up
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A request and its answer as the client saw them. The fields `sent_s` and `due_s` (the planned time) are
-    readings of the monotonic clock. Other times are seconds since the request was sent, namely `head_s` to
-    the answer's head, `first_s` to the first byte of its body (None: never), `took_s` to its end.
+    readings of the monotonic clock. Other times are seconds from the sending of the request: `head_s` to the
+    answer's headers, `first_s` to the first byte of its body (None: never), `took_s` to its end.
 
-    The sender sets `source` and `number`. `status` is 0 if no answer began. `fault` describes why an answer
-    is not whole. `text` is the beginning of the body. The other fields come from the answer's headers and
-    body; `reason` is the reason of a refusal.
+    The sender sets `source` and `number`. `status` is 0 if no answer began. `fault` says why an answer is not
+    whole. `text` is the beginning of the body. The other fields come from the answer's headers and body;
+    `reason` is the reason for a refusal.
     """
 
     request: Request
@@ -130,7 +130,7 @@ class Answer:
 
     @property
     def outcome(self) -> str:
-        """The request's outcome in a few words, as a key for counters."""
+        """The request's outcome in a few words, by which outcomes are counted."""
         if self.served or self.left:
             return self.kind.value
         return self.fault or f"{self.status} {self.reason or 'without a reason'}"
@@ -146,7 +146,7 @@ _DONE = b"data: [DONE]"
 
 
 class _Exchange:
-    """An answer that is still arriving. The event `over` is set when the answer has ended, whole or not."""
+    """An answer that is arriving. The event `over` is set when the answer has ended, whole or not."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ class _Exchange:
         self.left = False
 
     def end(self, fault: str = "", *, left: bool = False) -> None:
-        """End the exchange unless it has ended. `left`: whether the client has hung up."""
+        """End the exchange unless it has already ended. `left`: whether the client has hung up."""
         if not self.over.done():
             self.last_s = time.monotonic()
             self.fault, self.left = fault, left
@@ -203,7 +203,7 @@ class _Exchange:
 
 
 def _tokens(body: bytes, *, streamed: bool) -> int | None:
-    """The number of tokens in an answer: the text events of a stream, else the count in `usage`."""
+    """The number of tokens in an answer: of a stream, its text events; else the count in `usage`."""
     if streamed:
         return len(_CHOICE.findall(body)) - len(_NO_TEXT.findall(body))
     usage = _USAGE.findall(body)
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether the last answer is whole and the next request may be sent."""
+        """Whether the next request may be sent on this connection, since the last answer is whole."""
         return self._whole and not self._closing
 
     def send(self, request: bytes, exchange: _Exchange) -> None:
@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports lack this base class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports lack this type
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -289,7 +289,7 @@ class _Connection(asyncio.Protocol):
         if self._exchange is not None and not self._whole:
             assert self._transport is not None
             self._whole = True
-            # Envoy closes a connection after an answer that Envoy gave before it had read the whole request.
+            # If Envoy answers before it has read the whole request, it closes the connection afterwards.
             self._closing |= bool(self._transport.get_write_buffer_size())
             self._exchange.end()
 
@@ -297,8 +297,8 @@ class _Connection(asyncio.Protocol):
 class Client:
     """An HTTP client of one `http://host:port`, with one connection per open request; a context manager.
 
-    `keep`: reuse connections. `exact`: an answer with fewer or more tokens than requested is a fault; servers
-    other than the simulators may end an answer early. Use a client on one event loop.
+    `keep`: reuse connections. `exact`: an answer with fewer or more tokens than requested is a fault, which
+    only simulators rule out: other servers may end an answer early. Use a client on one event loop.
     """
 
     def __init__(self, url: str, *, keep: bool = True, exact: bool = True) -> None:
@@ -308,7 +308,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._hung_up = False
-        self.surplus_answers = 0  # answers beyond one per request
+        self.surplus_answers = 0  # number of answers beyond one for each request
 
     def __enter__(self) -> Self:
         return self
@@ -317,7 +317,7 @@ class Client:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close all connections. Open requests end with the outcome that the client hung up."""
+        """Close all connections. Open requests get the outcome LEFT: the client hung up."""
         self._hung_up = True
         for connection in list(self._all):
             connection.hang_up()
@@ -335,7 +335,7 @@ class Client:
 
         Closes the connection after `within_s` seconds, or when the client hangs up.
         """
-        exchange = _Exchange()  # starts the clock here: times include connecting
+        exchange = _Exchange()  # starts the clock here, so that times include connecting
         await self._exchange(request, exchange, within_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
@@ -383,7 +383,7 @@ class Client:
 
 
 async def send_request(url: str, request: Request) -> Answer:
-    """Send `request` on a connection of its own."""
+    """Send `request` on a new connection, used only for this request."""
     with Client(url) as client:
         return await client.send(request)
 
@@ -396,7 +396,7 @@ MakeRequest = Callable[[random.Random, int], Request]
 
 
 def mixed_request(dice: random.Random, number: int) -> Request:
-    """A random request of one of six flows: a short answer, half of them streamed; a few large bodies."""
+    """A random request of one of six flows for a short answer; half are streamed, a few have large bodies."""
     return Request(
         prompt=f"request {number} ",
         tokens=dice.choice((1, 3, 10, 30)),
@@ -407,13 +407,13 @@ def mixed_request(dice: random.Random, number: int) -> Request:
 
 
 def requests_of_flows(flows: int) -> MakeRequest:
-    """Makes requests for one token, from each of `flows` flows in turn."""
+    """Returns a function that makes requests for one token, from each of `flows` flows in turn."""
     return lambda _, number: Request(f"request {number}", 1, headers=flow_header(f"flow-{number % flows}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request of an open loop, due `at_s` after the loop began."""
+    """A request of an open loop, due `at_s` seconds after the loop began."""
 
     at_s: float
     request: Request
@@ -429,9 +429,9 @@ def steady(per_s: float, make_request: MakeRequest) -> Iterator[Planned]:
 
 
 class Load:
-    """Sends the requests of closed or open loops with one `Client`. `history` has the answers as they ended.
+    """Sends the requests of closed or open loops by one `Client`. `history` has the answers in order of end.
 
-    `began_s` (monotonic) is the start time of the last loop.
+    `began_s` is the start time of the last loop by the monotonic clock.
     """
 
     def __init__(self, client: Client) -> None:
@@ -467,7 +467,7 @@ class Load:
         return self._stopping.is_set()
 
     def finish(self) -> None:
-        """Stop sending requests; the loops end when the last answer has ended."""
+        """Stop sending requests, so that the loops end when the last answer has ended."""
         self._stopping.set()
 
     def stop(self) -> None:
@@ -476,7 +476,7 @@ class Load:
         self._client.hang_up()
 
     async def wait_for_served(self, count: int) -> None:
-        """Wait until `count` more requests are served than now. Raises TimeoutError."""
+        """Wait until `count` more requests have been served. Raises TimeoutError."""
         goal = self.served + count
         async with asyncio.timeout(_SERVED_WITHIN_S):
             await self.wait_until(lambda: self.served >= goal)
@@ -497,7 +497,7 @@ class Load:
         think_s: float = 0.0,
     ) -> None:
         """Run a closed loop of `clients` clients until `requests` are answered or `finish` is called. Before
-        its next request a client waits for `think_s`, or after an unserved request for `pause_s`.
+        its next request a client waits `think_s` seconds, or `pause_s` after an unserved request.
         """
         self.began_s, dice, numbers = time.monotonic(), random.Random(seed), itertools.count(1)
 
@@ -512,7 +512,7 @@ class Load:
                 tasks.create_task(client())
 
     async def send_open(self, plan: Iterable[Planned]) -> None:
-        """Run an open loop until `finish`: send each request of `plan` when due, or at once if late."""
+        """Run an open loop until `finish` is called: send each request of `plan` when due, or late."""
         self.began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for planned in plan:
@@ -534,7 +534,7 @@ class Load:
         answer = await self._client.send(planned.request, source=source, number=number, due_s=due_s)
         self.ended[answer.kind] += 1
         self.history.append(answer)
-        self._ended.set()  # wakes all tasks that wait now
+        self._ended.set()  # wakes all tasks that are waiting now
         self._ended.clear()
         return answer
 
@@ -548,8 +548,8 @@ def closed_loop(
     pause_s: float = _REFUSED_PAUSE_S,
     think_s: float = 0.0,
 ) -> AbstractAsyncContextManager[Load]:
-    """Run `Load.send_closed`, with a connection for each request, until the `with` block ends and each client
-    has finished its last request.
+    """Run `Load.send_closed`, with a new connection for each request, until the `with` block ends and each
+    client has finished its last request.
     """
     return _during_block(
         Client(url, keep=False),
@@ -560,7 +560,7 @@ def closed_loop(
 def open_loop(
     url: str, per_s: float, make_request: MakeRequest, *, keep: bool = False
 ) -> AbstractAsyncContextManager[Load]:
-    """Send `per_s` requests a second until the block ends, then wait until all are answered."""
+    """Send `per_s` requests a second until the `with` block ends, then wait until all are answered."""
     return _during_block(Client(url, keep=keep), lambda load: load.send_open(steady(per_s, make_request)))
 
 

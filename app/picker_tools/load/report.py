@@ -26,7 +26,7 @@ _STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "
 
 
 def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
-    """A run as JSON types: load, fleet, counts, percentiles (seconds) by source, shares, promises."""
+    """A run as JSON types: its load, fleet, counts, percentiles (seconds) by source, shares and promises."""
     plan, target, faults = run.plan, run.target, run.faults_injected
     kinds = Counter(answer.kind for answer in run.answers)
     summary = {
@@ -93,7 +93,7 @@ def _rounded(value: Any) -> Any:
 
 
 def page(summary: Mapping[str, Any], plots: Iterable[str]) -> str:
-    """The report in Markdown; `plots` are the names of the SVG files in the same folder."""
+    """A run's report in Markdown; `plots` are the names of SVG files in the report's folder."""
     fleet = summary["fleet"]
     counts = Counter(promise["verdict"] for promise in summary["promises"])
     machine = summary["machine"]
@@ -143,7 +143,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
-    """Write all files of the report to `folder`, replacing earlier ones."""
+    """Write all files of the report to `folder`, and replace files of earlier reports."""
     summary, plots = summarise(run, promises), draw(run)
     for name, svg in plots.items():
         (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
@@ -186,7 +186,7 @@ _STYLE: Any = {
 
 
 def draw(run: RunResult) -> dict[str, str]:
-    """SVG by plot name, in the order of the report; plots without data are left out."""
+    """The plots as SVG by name, in the order of the report, without plots that have no data."""
     painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
         "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "stock": (_stock, bool(run.samples)),
@@ -207,7 +207,7 @@ def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult) -> str:
 
 def _stock(axes: Axes, run: RunResult) -> None:
     at = [each.at_s for each in run.samples]
-    # A replica without Redis reports an outdated stock: leave a gap.
+    # Leave a gap in the line while a replica has no Redis, since it then reports an outdated stock.
     stock = [math.nan if each.degraded else each.stock for each in run.samples]
     axes.step(at, stock, where="post", color=_SOURCES[0], label="stock")
     axes.step(at, [each.upper for each in run.samples], "--", where="post", color=_BOUND, label="upper bound")
@@ -227,7 +227,7 @@ def _waits(axes: Axes, run: RunResult) -> None:
             bins.setdefault(int(at_s / width), []).append(length)
         spots = range(max(bins, default=0) + 1)
         at = [(spot + 0.5) * width for spot in spots]
-        # The quantile of an empty bin is NaN, which leaves a gap in the line.
+        # The quantile of a time bin without values is NaN, which leaves a gap in the line.
         middle, high = (
             [quantile(sorted(bins.get(spot, ())), part) for spot in spots] for part in (0.5, 0.95)
         )

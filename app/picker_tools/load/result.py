@@ -1,4 +1,4 @@
-"""The record of one run (`RunResult`), and the figures that checks, plots and the report compute from it.
+"""The record of one load run (`RunResult`), and figures that checks, plots and the report compute from it.
 
 `Session.run` returns a `RunResult`.
 """
@@ -15,7 +15,7 @@ from picker_tools.load.scenarios import Plan, Scenario, Source
 
 
 def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
-    """Each flow's fair part of the service `served` by max-min fairness: higher bands first, equal parts
+    """Each flow's fair share of the service `served` by max-min fairness: higher bands first, equal shares
     within a band, and for no flow more than its `demand`.
     """
     due = dict.fromkeys(demand, 0.0)
@@ -29,7 +29,7 @@ def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The dispatch of a request, by the decision log. Times of a dispatch are in seconds by Redis's clock."""
+    """The dispatch of a request as the decision log shows it. Times are in seconds of Redis's clock."""
 
     at_s: float
     flow: str
@@ -39,7 +39,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """The audit of a decision log. `why` is the reason why the report is missing; '' if there is a report."""
+    """The audit of a decision log. `why` is the reason why there is no report; '' if there is a report."""
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
@@ -47,12 +47,12 @@ class LogAudit:
 
 
 def read_log(url: str, pool: str = "default") -> LogAudit:
-    """Audit the whole decision log in Redis. The audit blocks: call `audit` in a thread."""
+    """Audit the whole decision log in Redis. This function blocks, so call it in a thread."""
     dispatches: list[Dispatch] = []
 
     def seen(entry: Entry) -> None:
         if entry.event in ("granted", "bypassed"):
-            # `arrived` is the time of arrival in µs, and larger than the `arrived` of every earlier request.
+            # `arrived` is the time of arrival in µs, or later if an earlier request has the same time.
             wait_s = max(0.0, (entry.time_us - entry.arrived) / 1e6)
             dispatches.append(Dispatch(entry.time_us / 1e6, entry.flow, entry.workload, wait_s))
 
@@ -79,7 +79,7 @@ def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The shared state as a replica's admin API reports it. `at_s` is in seconds since the load began."""
+    """The shared state as a replica's admin API reports it, `at_s` seconds after the load began."""
 
     at_s: float
     stock: float
@@ -93,12 +93,12 @@ class Sample:
 
     @property
     def at_rest(self) -> bool:
-        """Whether every count of requests is 0."""
+        """Whether every count of requests in the shared state is 0."""
         return not any((self.stock, self.queued, self.leases, *self.in_flight.values()))
 
     @classmethod
     def read(cls, at_s: float, page: bytes) -> "Sample | None":
-        """Parse an answer of `GET /api/v1/state`; None if it is malformed."""
+        """Parse an answer to `GET /api/v1/state`; None if it is malformed."""
         try:
             state = State.model_validate_json(page)
         except ValueError:
@@ -109,8 +109,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSample:
-    """`requests`: the number of running and waiting requests, summed over the metrics pages that were read;
-    `answered`: the number of endpoints whose page was read."""
+    """A sample of the endpoints' metrics pages. `requests` sums the running and waiting requests on the pages
+    that were read; `answered` is the number of endpoints whose page was read."""
 
     at_s: float
     requests: int
@@ -119,24 +119,24 @@ class EndpointSample:
 
 @dataclass(slots=True)
 class FaultsInjected:
-    """The injected faults, in seconds since the load began. An outage whose end is None is not over."""
+    """The injected faults, at times in seconds since the load began. An outage without end is not over."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
     outages: list[tuple[float, float | None]] = field(default_factory=list)
     log_audits: list[LogAudit] = field(default_factory=list)  # one audit for each log that an outage deleted
 
 
-_SETTLING = 0.25  # after this fraction of the load's duration the queue is steady, and shares are counted
-SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this time after Redis is back (G8)
+_SETTLING = 0.25  # after this part of the load's duration the queue is steady, and shares are counted
+SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this many seconds after Redis is back (G8)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The record of a run. Times are seconds since the load began, at `wall_s` by the wall clock.
+    """The record of a run. Times are seconds since the load began, which was at `wall_s` by the wall clock.
 
-    `sent`: number of requests sent. `rest`: the first sample after the last answer with all counts 0 (None:
-    no such sample in `rest_within_s`). `log_audits`: audits of the decision log; several if an outage deleted
-    the log, none if this run did not start the fleet.
+    `sent`: number of requests sent. `rest`: the first sample after the last answer in which all counts are 0
+    (None: no such sample within `rest_within_s`). `log_audits`: audits of the decision log; several if an
+    outage deleted the log, none if this run did not start the fleet.
     """
 
     plan: Plan
@@ -172,7 +172,7 @@ class RunResult:
         return any(log_audit.dispatches for log_audit in self.log_audits)
 
     def dispatches_of(self, source: Source) -> list[Dispatch]:
-        """The dispatches of requests from `source`, by the decision log."""
+        """The dispatches of requests from `source` that the decision log shows."""
         return [
             dispatch
             for log_audit in self.log_audits
@@ -181,7 +181,8 @@ class RunResult:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """The end and length of each wait, by the decision log, or else of each time to the first token."""
+        """The end and length of each wait of `source` by the decision log; without a log, of each time to the
+        first token."""
         if self.has_dispatches:
             return [(dispatch.at_s - self.wall_s, dispatch.wait_s) for dispatch in self.dispatches_of(source)]
         return [
@@ -211,7 +212,7 @@ class RunResult:
 
     @property
     def outage(self) -> tuple[float, float] | None:
-        """Start and end of the first outage; if it has no end, the end of the load."""
+        """The start and end of the first outage; its end is the end of the load if Redis did not return."""
         if not self.faults_injected.outages:
             return None
         began_s, ended_s = self.faults_injected.outages[0]
@@ -225,7 +226,7 @@ class RunResult:
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        """Whether at `at_s` the load was steady and the queue shared: local dispatches are not logged."""
+        """Whether at `at_s` the load was steady, and the queue shared (local dispatches are not logged)."""
         is_steady = _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
         return is_steady and not self.disturbed(at_s, SHARED_AGAIN_S)
 
@@ -236,8 +237,8 @@ def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
 
 
 def flow_shares(run: RunResult) -> dict[str, dict[str, float]]:
-    """Each flow's part of the demand and of the service, and its fair part of the service, while the load was
-    steady and the queue shared."""
+    """Each flow's share of the demand and of the service, and its fair share of the service, while the load
+    was steady and the queue shared."""
     service, demand = run.service(), run.demand()
     served, asked = sum(service.values()), sum(demand.values())
     due = fair(run.sources, demand, served)

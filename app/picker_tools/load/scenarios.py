@@ -17,17 +17,17 @@ from picker_fleet.domain.bands import Band
 from picker_tools.load.generator import Planned, Request
 
 _PROMPT_BYTES = (200, 400)
-_STREAMED = 0.8  # fraction of the requests that ask for a stream
+_STREAMED = 0.8  # this part of the requests asks for a streamed answer
 _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
-TTFT_MS, ITL_MS = 60.0, 12.0  # settings of the simulators in a fleet that the run starts
+TTFT_MS, ITL_MS = 60.0, 12.0  # the simulators' times to first and next token in a fleet that a run starts
 ANSWER_TOKENS = 16
-ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # duration of an answer on an idle simulator
+ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # seconds for an answer on an idle simulator
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One client population. `load` is the demand relative to the fleet's capacity (1: all capacity).
+    """A population of clients. `load` is its demand relative to the fleet's capacity (1: all capacity).
 
     If `objective` is '', the source's requests name no objective.
     """
@@ -43,7 +43,7 @@ class Source:
 
 
 class Fault(StrEnum):
-    """The fault that a scenario injects into its own fleet."""
+    """The faults that a scenario may inject into a fleet that the run starts."""
 
     NONE = "none"
     KILL_REPLICAS = "kill replicas"
@@ -64,7 +64,7 @@ class Scenario:
     """A named load. `config` overrides the default settings of a fleet that the run starts; `promises` are
     names of entries in `SCENARIO_CHECKS`.
 
-    `needs` are settings (dotted key, value) that the scenario requires of a fleet that already runs.
+    `needs` has settings (dotted key, value) that a fleet that already runs must have for this scenario.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run of `scenario` with at most `max_requests` requests; `rate_per_s` None: by the capacity."""
+    """A run of `scenario` with at most `max_requests` requests; `rate_per_s` None: the fleet's capacity."""
 
     scenario: Scenario
     duration_s: float
@@ -111,7 +111,7 @@ def _alike(load: float) -> tuple[Source, ...]:
 
 
 def _in_shared_flow(name: str, load: float, criticality: int, ttl_s: float = 30.0) -> Source:
-    """A workload of the flow `shared`."""
+    """A source of requests that is one workload of the flow `shared`."""
     return Source(name, load, "shared", workload=name, criticality=criticality, ttl_s=ttl_s)
 
 
@@ -162,7 +162,7 @@ _ALL = (
         promises=("overloaded", "urgent-first", "seldom-first"),
         config={
             "fair_request_queue": {"ordering": "workload-aware", "flow_capacity": 400},
-            # A short rate window and a low cap let rates count in a short, small run.
+            # With a short rate window and a low cap, rates affect the scores even in a short, small run.
             "workloads": {"rate_window": "10s", "rate_cap": 20},
         },
         needs=_BY_WORKLOAD,
@@ -199,7 +199,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _AL
 
 
 def source_request(source: Source, model: str, number: int, seed: int) -> Request:
-    """Make request `number` of `source`. The prompt of each request is unique."""
+    """Make request number `number` of `source`. The prompt of each request is unique."""
     chance = Random(f"{seed}/{source.name}/{number}")
     text = " ".join(chance.choices(_WORDS, k=80))[: chance.randint(*_PROMPT_BYTES)]
     headers = [
@@ -221,8 +221,8 @@ def source_request(source: Source, model: str, number: int, seed: int) -> Reques
 
 
 def planned(plan: Plan, capacity_per_s: float, model: str) -> Iterator[Planned]:
-    """All requests of a run, in order. Each source's arrivals are a Poisson process; the seed, the scenario
-    and the capacity determine all times.
+    """All requests of a run, in order of time. Each source's arrivals are a Poisson process; the seed, the
+    scenario and the capacity determine all times.
     """
     sources = plan.scenario.sources
     arrivals = merge(*(_arrivals(place, plan, capacity_per_s) for place in range(len(sources))))

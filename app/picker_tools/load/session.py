@@ -1,4 +1,4 @@
-"""One run: sends the load, injects the scenario's faults, and samples the fleet until it is at rest."""
+"""One load run: sends the load, injects the scenario's faults, and samples the fleet until it is at rest."""
 
 import asyncio
 import itertools
@@ -24,15 +24,16 @@ from picker_tools.load.result import (
 from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
 from picker_tools.local_fleet.network import ADMIN_TOKEN, get, until
 
-# Mean time between kills, and the least time as a fraction of the mean, so that the fleet can recover.
+# The mean seconds between kills, and the least time as a part of the mean, so that the fleet can recover.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
-# Start and length of an outage as fractions of the duration: alone, and after the kill of a replica.
+# The start and length of an outage as parts of the run's duration; the second line has the times for a run
+# that also kills a replica.
 _OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3
 _FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
 
 
 def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[float, int]]:
-    """The time and replica number (from 0) of each kill; random, but equal for equal seeds."""
+    """The time and replica number (from 0) of each kill: random, but the same for the same seed."""
     chance = Random(f"{seed}/kills")
     moments: list[tuple[float, int]] = []
     at_s = 0.0
@@ -48,7 +49,7 @@ _ON_ENDPOINT = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})
 
 
 class Sampler:
-    """Samples the fleet every INTERVAL_S seconds: one of `admins`, in turn, and all `endpoints` at once."""
+    """Samples the fleet every INTERVAL_S seconds: one of `admins` in turn, and all `endpoints` at once."""
 
     def __init__(self, admins: Sequence[str], endpoints: Sequence[str], now_s: Callable[[], float]) -> None:
         self._admins = itertools.cycle(admins)
@@ -86,9 +87,9 @@ class Sampler:
         self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
 
 
-_REST_S = 20.0  # a lease's duration, with a margin for the sweep
-_REST_LEFT_S = 5.0  # after Ctrl-C
-_MEASURE_S, _MOST_CLIENTS = 3.0, 64  # the load that measures a running fleet's capacity
+_REST_S = 20.0  # wait so long for all counts to be 0: a lease's duration, with a margin for the sweep
+_REST_LEFT_S = 5.0  # after Ctrl-C, wait only so many seconds for all counts to be 0
+_MEASURE_S, _MOST_CLIENTS = 3.0, 64  # seconds and maximum clients for measuring a running fleet's capacity
 _PROBE_S = 30.0
 _LOG_S = 60.0
 _SHOW_S = 0.2
@@ -98,8 +99,8 @@ Show = Callable[[Load, Sample | None], None]
 
 
 class Session:
-    """One run. `fleet` is None if the run did not start the fleet. The session calls `show` a few times a
-    second while the load runs, and `say` with a line for each fault.
+    """One run of a load. `fleet` is None if the run did not start the fleet. The session calls `show` a few
+    times a second while the load runs, and `say` with a line for each injected fault.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Session:
         self._load: Load | None = None
 
     def stop(self) -> bool:
-        """End the load now; False if it has not begun."""
+        """End the load now. Returns False if the load has not begun."""
         if self._load is None:
             return False
         self._load.stop()
@@ -171,7 +172,7 @@ class Session:
             )
 
     async def _capacity_per_s(self) -> float:
-        """The fleet's capacity in requests a second: known for a fleet of this run, else measured."""
+        """The fleet's capacity in requests a second: known if this run started the fleet, else measured."""
         plan = self._plan
         if plan.rate_per_s is not None:
             return plan.rate_per_s / sum(source.load for source in plan.scenario.sources)
@@ -184,11 +185,11 @@ class Session:
                 "the fleet's capacity is unknown without its admin API: "
                 "give --admin URL, --state-file FILE or --rate N"
             )
-        # Endpoints may run fewer requests at once than the limits that the fleet has found so far.
+        # The endpoints may run fewer requests at once than the limits that the fleet has found so far.
         return await self._answers_per_s(min(math.ceil(state.lower), _MOST_CLIENTS))
 
     async def _answers_per_s(self, clients: int) -> float:
-        """Measure how many answers a second `clients` get, each with one request at a time."""
+        """Measure how many answers a second `clients` clients get, each with one request at a time."""
         source, sent, began_s = self._plan.scenario.sources[0], 0, time.monotonic()
 
         async def ask(client: Client) -> None:

@@ -1,13 +1,13 @@
-"""Envoy's bootstrap configuration, made of the parts in bootstrap.yaml.
+"""Makes Envoy's bootstrap configuration of the parts in bootstrap.yaml.
 
-The modes (docs/protocol.md): in the mode `standard` Envoy sends the picker requests and answers, in `lean`
-only requests. In the mode `http` Envoy asks by ext_authz, not by ext_proc.
+The modes (docs/protocol.md): in mode `standard` Envoy sends the picker requests and answers, in `lean` only
+requests. In mode `http` Envoy asks the picker by ext_authz, not by ext_proc.
 
 If the fleet serves several pools (docs/protocol.md), a request's host names its pool, and Envoy passes the
 pool to the picker as metadata of the matched route.
 
-An optional operators' listener leads to the admin API and dashboard of any ready replica. A fleet whose
-replicas come and go has no other fixed address for the admin API. Envoy checks no access on the operators'
+An optional listener for operators leads to the admin API and dashboard of any ready replica: a fleet whose
+replicas come and go has no other fixed address for the admin API. Envoy does not restrict access to this
 listener: the replicas' tokens decide who may do what (docs/admin-api.md).
 """
 
@@ -62,22 +62,22 @@ from picker_fleet.ingress.http.server import HEALTH_PATH, PREFIX
 from picker_fleet.scheduling.sessions import SESSION_HEADER
 from picker_tools.local_fleet.parts import Mode
 
-Host = tuple[str, int]  # a name or an address, and a port
+Host = tuple[str, int]  # a host (a name or an address) and a port
 Tree = dict[str, Any]
 
-POOL = "pool"  # cluster of the default pool; also the resource name in the fleet's EDS
+POOL = "pool"  # Envoy's cluster of the default pool; also the resource name in the fleet's EDS
 PICKER = "picker"
-PICKER_HTTP = "picker-http"  # cluster of the replicas' ports for the mode `http`
+PICKER_HTTP = "picker-http"  # Envoy's cluster of the replicas' ports for the mode `http`
 MAX_CONNECTIONS = 10_000
 MAX_HEAP_BYTES = 1024 * 1024 * 1024
 
 _GRPC_HEALTH = {"serviceName": "envoy.service.ext_proc.v3.ExternalProcessor"}
-# Most bytes that Envoy reads at once; no message to the picker holds a larger part of a body.
+# Envoy reads at most this many bytes at once, so no message to the picker has a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers request bodies up to this size for retries (G9).
+# Envoy buffers request bodies of up to this many bytes for retries (G9).
 _BODY_BYTES = 32 * 1024 * 1024
-_BODY_S = 60.0  # maximum seconds for sending a whole body, and for reading the end of an answer
-_SILENT_S = 3600.0  # timeout of a request on which no byte moves in either direction
+_BODY_S = 60.0  # a client may take this many seconds to send a body, and to read the end of an answer
+_SILENT_S = 3600.0  # Envoy ends a request after this many seconds without a byte in either direction
 _ANSWER_MARGIN_S = 60.0
 
 _NAMES = {
@@ -98,7 +98,7 @@ def _parts() -> Tree:
 
 
 def _part(name: str, /, **values: Any) -> Tree:
-    """The part `name` of bootstrap.yaml with its `${values}` filled in.
+    """The part `name` of bootstrap.yaml, with `values` in place of its texts `${…}`.
 
     Raises:
         KeyError: the part has a `${value}` that is neither in `values` nor a header's name.
@@ -131,7 +131,7 @@ def _seconds(value_s: float) -> str:
 
 
 def _address(host: Host) -> Tree:
-    """A TCP address; with port 0 Envoy takes any free port."""
+    """A TCP address for Envoy; if its port is 0, Envoy takes any free port."""
     return {"socketAddress": {"address": host[0], "portValue": host[1]}}
 
 
@@ -152,14 +152,14 @@ def _pairs(texts: Mapping[str, str]) -> list[Tree] | None:
 
 
 def cluster_of(name: str, default: str) -> str:
-    """The Envoy cluster of the pool `name`; `default` is the pool of requests that name no pool."""
+    """The name of the Envoy cluster of pool `name`; `default` is the pool of requests that name no pool."""
     return POOL if name == default else f"{POOL}-{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class PickerTls:
     """The files with which Envoy speaks TLS to the replicas. Without `ca` Envoy accepts any certificate;
-    `cert` and `key` are Envoy's own, for replicas that require client certificates."""
+    `cert` and `key` are Envoy's own, which replicas may require."""
 
     ca: str | None = None
     cert: str | None = None
@@ -167,13 +167,13 @@ class PickerTls:
 
     @classmethod
     def of_local(cls, tls: Tls) -> "PickerTls":
-        """The files for an Envoy on the replicas' machine: the replicas' certificate, if required."""
+        """The files for an Envoy on the replicas' machine, which presents the replicas' certificate."""
         if tls.client_ca is None or tls.cert is None:
             return cls()
         return cls(cert=str(tls.cert), key=str(tls.key))
 
     def socket(self, protocol: str) -> Tree:
-        """The transport socket of a cluster that speaks `protocol`."""
+        """The transport socket of an Envoy cluster that speaks `protocol`."""
         own = {"certificateChain": {"filename": self.cert}, "privateKey": {"filename": self.key}}
         return _part(
             "tls",
@@ -227,7 +227,7 @@ def build_bootstrap(
         clusters.append(_replicas(PICKER_HTTP, http_pickers, "http/1.1", own, http_health=health))
     if admin_listen is not None:
         listeners.append(_listener("admin", admin_listen, None, _part("admin_manager")))
-        # Envoy skips replicas that are not ready or drain.
+        # Envoy sends nothing to replicas that are not ready or that drain.
         own, health = files(settings.admin.tls), {"path": "/readyz"}
         clusters.append(_replicas("picker-admin", admin_pickers, "http/1.1", own, http_health=health))
     clusters += [_pool(settings, name, each) for name, each in pools_of(settings).items()]
@@ -244,7 +244,7 @@ def build_bootstrap(
 
 
 class _Dumper(yaml.CSafeDumper):  # ten times faster than SafeDumper
-    """Writes a text of several lines as such."""
+    """Writes a text that has several lines on several lines of YAML."""
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -267,7 +267,8 @@ def _replicas(
     grpc_health: Tree | None = None,
     http_health: Tree | None = None,
 ) -> Tree:
-    """The cluster `name`: the replicas' ports `hosts` for `protocol` (in ALPN's terms), and their check."""
+    """The Envoy cluster `name`: the replicas' ports `hosts`, which speak `protocol` (an ALPN name), and their
+    health check."""
     return _part(
         "replicas",
         name=name,
@@ -298,7 +299,7 @@ def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
         namespace=settings.extproc.metadata_namespace,
         pool_metadata=_pairs({POOL_HEADER: name} if settings.pools else {}),
         socket_options=lost,
-        # Retries may be at most this share of active requests.
+        # The percentage of active requests that may be retries.
         retry_percent=pool.outlier_detection.retry_budget_percent,
     )
 
@@ -309,7 +310,7 @@ def _listener(name: str, listen: Host, buffer_bytes: int | None, manager: Tree) 
 
 @dataclass(frozen=True, slots=True)
 class _Manager:
-    """Makes the listeners for clients; the fields are arguments of `build_bootstrap`."""
+    """Makes Envoy's listeners for clients. The fields are arguments of `build_bootstrap`."""
 
     settings: Settings
     mode: Mode
@@ -319,12 +320,12 @@ class _Manager:
     origins: Sequence[str]
 
     def listener(self, pool: str | None, listen: Host) -> Tree:
-        """The listener at `listen`, whose requests are for `pool`, or if None for the pool of the host."""
+        """The listener at `listen`. Its requests are for `pool`, or, if that is None, for the host's pool."""
         settings, mode, pools = self.settings, self.mode, pools_of(self.settings)
         if pool is not None:
             hosts = [self._host(pools[pool], ("*",))]
         else:
-            # Match the pool's name, alone or as a first label: `batch`, `batch:8080`, `batch.example.org`.
+            # Match hosts whose first label is the pool's name: `batch`, `batch:8080`, `batch.example.org`.
             hosts = [
                 self._host(each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"))
                 for name, each in pools.items()
@@ -346,13 +347,13 @@ class _Manager:
             flush=_seconds(_BODY_S),
             hosts=hosts,
             answer_headers=_added(self._answer_headers()),
-            # In the mode `standard` the picker replaces these headers of model servers.
+            # In mode `standard` the picker itself replaces these headers of model servers.
             replaced_headers=None
             if mode == "standard"
             else [PLACED_HEADER, *(quota_headers.NAMES if self._has_tenants else ())],
             filters=self._filters(pool),
-            # In the mode `standard` the picker reads the answer, but cannot distinguish a cut-off answer from
-            # a client that left.
+            # In mode `standard` the picker reads the answer, but cannot tell whether the answer was cut off
+            # or its client left: the access log reports answers that were cut off.
             access_log=_fault_log("only_cut") if mode == "standard" else _request_log(None, CONTENT_TYPE),
             access_log_options=None if mode == "standard" else {"accessLogFlushInterval": flush_interval},
             carried=[
@@ -365,7 +366,7 @@ class _Manager:
 
     @property
     def _longest_wait_s(self) -> float:
-        """The longest time that a request may queue, over all pools."""
+        """The longest time, in seconds, that a request may queue in any pool."""
         return max(each.fair_request_queue.queue_ttl for each in pools_of(self.settings).values())
 
     @property
@@ -374,27 +375,27 @@ class _Manager:
 
     @property
     def _tenant_headers(self) -> Sequence[str]:
-        """The headers that name tenants, in any pool."""
+        """The headers by which any pool's requests name tenants."""
         sections = [each.tenants for each in pools_of(self.settings).values()]
         names = (name for tenants in sections if tenants is not None for name in tenants.headers or ())
         return tuple(dict.fromkeys(names))
 
     @property
     def _stage_headers(self) -> Sequence[str]:
-        """The headers that name a request's prefill endpoint and encoders, of all pools."""
+        """The headers by which any pool names a request's prefill endpoint and encoders."""
         stages = [each.scheduling.stages for each in pools_of(self.settings).values()]
         return tuple(dict.fromkeys(name for each in stages for name in (each.header, each.encode.header)))
 
     def _answer_headers(self) -> dict[str, str]:
         found = {}
         if self.mode == "lean":
-            # The session token, if the picker issues one (picker_fleet/scheduling/sessions.py), and the queue
-            # pressure. In the mode `standard` the picker sets these headers.
+            # Send the client the queue pressure and, if the picker issues one, the session token
+            # (picker_fleet/scheduling/sessions.py). In mode `standard` the picker sets these headers.
             found[SESSION_HEADER] = "%DYNAMIC_METADATA(picker:session)%"
             found[PRESSURE_HEADER] = "%DYNAMIC_METADATA(picker:pressure)%"
             if self._has_tenants:
                 found |= {name: f"%DYNAMIC_METADATA(picker:{name})%" for name in quota_headers.NAMES}
-        if self.debug_headers:  # the picked endpoint and the serving endpoint
+        if self.debug_headers:  # these headers show the picked and the serving endpoint
             namespace = self.settings.extproc.metadata_namespace
             found["x-picker-header"] = f"%REQ({DESTINATION})%"
             found["x-picker-endpoint"] = f"%DYNAMIC_METADATA({namespace}:{DESTINATION})%"
@@ -403,14 +404,14 @@ class _Manager:
         return found
 
     def _filters(self, pool: str | None) -> list[Tree]:
-        """The HTTP filters. Requests pass the filters in this order, answers in reverse."""
+        """Envoy's HTTP filters. Requests pass the filters in this order, answers in reverse order."""
         filters = [_part("cors")] if self.origins else []
         if self.client_rate is not None:
             filters.append(_part("local_ratelimit", rate=self.client_rate, burst=2 * self.client_rate))
         attempts = [_fault_log("only_failed_attempts")]
-        if self.mode == "standard":  # the picker reads usage, and sees the answer end
+        if self.mode == "standard":  # the picker itself reads usage, and sees the answer end
             return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=None)]
-        # An answer's cached tokens are read by tenants' prices and by the prefix index.
+        # Tenants' prices and the prefix index need the number of cached tokens that an answer reports.
         scorers = [each.scheduling.scorers for each in pools_of(self.settings).values()]
         reads_cached = self._has_tenants or any("prefix-affinity" in each for each in scorers)
         filters.append(_part("usage", script=_usage_script(reads_cached=reads_cached)))
@@ -424,12 +425,12 @@ class _Manager:
         return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=marked)]
 
     def _asking(self, pool: str | None) -> Tree:
-        """The filter that calls the picker about requests for `pool`, or for the pools of their routes."""
+        """The filter that asks the picker about requests for `pool`; None: for the pools of their routes."""
         mode, extproc = self.mode, self.settings.extproc
-        naming = {}  # the header or gRPC metadata that names a request's pool
+        naming = {}  # the header, or gRPC metadata, that names a request's pool to the picker
         if pool is not None or self.settings.pools:
             naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
-        read = {name for pair in STEERING for name in pair}  # untrusted steering headers are dropped
+        read = {name for pair in STEERING for name in pair}  # Envoy drops untrusted ones of these headers
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":
@@ -453,11 +454,11 @@ class _Manager:
             pool_metadata=_pairs(naming),
             balances=balances,
             namespace=namespace,
-            served_namespace=[namespace] if is_standard else [],  # the serving endpoint
+            served_namespace=[namespace] if is_standard else [],  # has the name of the serving endpoint
             answer="SEND" if is_standard else "SKIP",
             answer_body="FULL_DUPLEX_STREAMED" if is_standard else None,
-            # Each header forwarded to the picker costs time. Gateways that use the mode `standard` forward
-            # all headers, so this Envoy does too.
+            # Each header that is forwarded to the picker costs time. But in mode `standard` gateways forward
+            # all headers, so this Envoy does, too.
             forward_rules=None if is_standard else {"allowedHeaders": {"patterns": _exactly(read)}},
             attributes=[ID_ATTRIBUTE] if is_standard else None,
         )
@@ -482,7 +483,7 @@ class _Manager:
         )
 
     def _routes(self, cluster: str, pool: str) -> list[Tree]:
-        """Routes for the model servers' paths; other paths get status 404, or pass if so configured."""
+        """The routes for the paths of model servers; any other path gets 404, unless configured to pass."""
         extproc = self.settings.extproc
         metadata = {"filterMetadata": {"picker": {"pool": pool}}} if self.settings.pools else None
         plain: Tree = {
@@ -507,8 +508,8 @@ class _Manager:
             of_route["rewrite"] = _part("without_final_slash")
             routes.append(_part("route", match=with_slash, **of_route))
         if extproc.unknown_paths == "pass":
-            # The picker refuses administrative paths in any spelling. So must Envoy while no picker answers
-            # (`extproc.on_failure`); Envoy does not decode paths, so it refuses every unusual spelling.
+            # The picker refuses administrative paths in any spelling. Envoy must refuse them, too, while no
+            # picker answers (`extproc.on_failure`). It cannot decode paths, so it refuses unusual spellings.
             any_spelling = {"safeRegex": {"regex": f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*"}}
             routes.append(_not_found(any_spelling))
             routes.append(_part("route", match={"prefix": "/"}, **plain))
@@ -535,7 +536,7 @@ def _fault_log(only: str) -> Tree:
 
 
 def _usage_script(*, reads_cached: bool) -> str:
-    """The Lua script that reads usage; `reads_cached`: also the prompt's tokens from a cache."""
+    """The Lua script by which Envoy reads usage; `reads_cached`: also the number of cached prompt tokens."""
     script = Path(__file__).with_name("usage.lua").read_text(encoding="utf-8")
     keys = _part("usage_keys", cached={"cached_tokens": "cached_tokens"} if reads_cached else None)
     for table, tree in keys.items():

@@ -1,11 +1,11 @@
 """`die_with_parent.py PARENT_PID SIGNAL COMMAND…` runs a command that gets the signal when its parent dies.
 
-`picker up` starts its parts through this program, so that no part survives even if `picker up` is killed. The
-Makefile starts `picker up` through this program, so that the fleet stops with `make`. Linux sends the signal
-to a child that requested it by prctl. A pre-exec hook would run Python between fork and exec, in a process
+`picker up` starts its parts by this program, so that no part survives even if `picker up` is killed. The
+Makefile starts `picker up` by this program, so that the fleet stops with `make`. Linux sends the signal to a
+child that has requested it by prctl. A pre-exec hook would run Python between fork and exec, in a process
 that may have copied locks of other threads. So this program requests the signal after its own exec and then
-execs COMMAND, which keeps the process id and the request. On other systems this program only execs COMMAND.
-The program imports nothing of the package, so that it starts without site-packages in a few milliseconds.
+execs COMMAND, which keeps process id and request. On systems other than Linux it only execs COMMAND. It
+imports nothing of the package, so that it starts without site-packages in a few milliseconds.
 """
 
 import ctypes

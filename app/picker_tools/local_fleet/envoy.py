@@ -1,4 +1,4 @@
-"""Envoy as a part of a local fleet."""
+"""Runs Envoy as a part of a local fleet."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,7 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy before the replicas `pickers`, for clients on this machine; its admin port is any free port."""
+    """An Envoy in front of the replicas `pickers`, for clients on this machine, with any free admin port."""
 
     name = "envoy"
 
@@ -63,19 +63,19 @@ class Envoy:
             *("--config-path", str(self._file)),
             *("--admin-address-path", str(self._admin_file)),
             *("--concurrency", str(_CONCURRENCY)),
-            "--disable-hot-restart",  # hot restart would share memory with other fleets
+            "--disable-hot-restart",  # a hot restart would share memory with other fleets
             *("--log-level", "warning"),
         ]
 
     async def ready(self, child: Child) -> str:
-        # Envoy binds the listener now, but serves only once it has replicas (see the method `missing`).
+        # Envoy binds its listener now, but serves only once it has replicas (see the method `missing`).
         self._admin_port = await child.until(self._look_admin, within_s=READY_S, what="its admin port")
         self._port = await child.until(self._look_listener, within_s=READY_S, what="its listener")
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
-        """Why Envoy cannot serve yet: replicas are not healthy, or a pool lacks some of its `endpoints` model
-        servers (None: any number suffices). Returns None once Envoy can serve."""
+        """The reason why Envoy cannot serve yet: replicas are not healthy, or a pool lacks some of its
+        `endpoints` model servers (None: any number suffices). Returns None once Envoy can serve."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
             return "Envoy waits for a replica to send it the endpoints"

@@ -1,4 +1,4 @@
-"""The command `picker envoy-config`: prints the bootstrap for an Envoy that the user runs."""
+"""The command `picker envoy-config`: prints the bootstrap configuration for an Envoy that the user runs."""
 
 import argparse
 import os
@@ -25,17 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=MODES, default="lean", help=about)
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
-    about = "for clients of one of several pools; at --listen a request's host names its pool"
+    about = "address for clients of one pool; at --listen, a request's host names its pool"
     add("--pool-listen", type=_pool_listen, action="append", default=[], metavar="NAME=HOST:PORT", help=about)
     add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
     replicas = {
-        "--picker": "a replica's gRPC address or a name that resolves to all; may be repeated",
+        "--picker": "a replica's gRPC address, or a name that resolves to all replicas; repeatable",
         "--picker-http": "a replica's address for mode http (default: http.listen of the configuration)",
         "--picker-admin": "a replica's admin API (default: admin.listen of the configuration)",
     }
     for flag, what in replicas.items():
         add(flag, type=_host_port, action="append", metavar="HOST:PORT", help=what)
-    about = "for operators: the admin API and dashboard of any ready replica (default: no such listener)"
+    about = "address for operators: admin API and dashboard of any ready replica (default: no listener)"
     add("--admin-listen", type=_host_port, metavar="HOST:PORT", help=about)
     whose = {"ca": "authority of the replicas' certificates", "cert": "Envoy's certificate", "key": "its key"}
     for name, what in whose.items():
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "steering headers that clients may set (default: none; Envoy removes them)"
     add("--trust-headers", type=_headers, action="extend", default=[], metavar="NAME,…", help=about)
     limits = {
-        "--max-connections": (10_000, "connections of all clients"),
-        "--max-heap-mib": (1024, "memory past which Envoy refuses requests; below its container's limit"),
+        "--max-connections": (10_000, "maximum connections of all clients"),
+        "--max-heap-mib": (1024, "Envoy refuses requests above this memory; less than its container has"),
     }
     for flag, (default, what) in limits.items():
         about = f"{what} (default: %(default)s)"
@@ -132,7 +132,7 @@ def _http_pickers(args: argparse.Namespace, settings: config.Settings) -> Sequen
 
 
 def _here(listen: str) -> tuple[str, int]:
-    """The host and port by which this machine reaches a replica that listens on `listen`."""
+    """The host and port by which this machine reaches a replica that listens at `listen`."""
     host, port = split_host_port(listen)
     try:
         everywhere = ip_address(host).is_unspecified

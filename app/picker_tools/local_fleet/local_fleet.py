@@ -1,7 +1,7 @@
-"""The local fleet of `picker up` (Valkey, simulators, replicas and Envoy as children of this process).
+"""The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
 
 Valkey and the simulators start first, then the replicas, which need the addresses of both, then Envoy, which
-needs the replicas' addresses. The parts stop in reverse order, so that a stopping part gets no new requests.
+needs the replicas' addresses. The parts stop in reverse order, so that a part that stops gets no requests.
 """
 
 import asyncio
@@ -30,17 +30,18 @@ from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_b
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
-_REPLICA_GRACE_S = 10.0  # time for replicas to leave the pool; without Envoy they have no requests
+_REPLICA_GRACE_S = 10.0  # seconds for replicas to leave the pool; Envoy has already stopped
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # maximum replicas that start at once: with more, some start too slowly and fail
-_VALKEY_ATTEMPTS = 3  # tries, as another process may take the chosen port before Valkey
+_STARTED_TOGETHER = 10  # start at most so many replicas at once: of more, some would start too slowly
+_VALKEY_ATTEMPTS = 3  # attempts to start Valkey, since another process may take the chosen port first
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """Options of `picker up`. Ports are on the loopback; 0 is any free port. `redis` None embeds a Valkey.
+    """The options of `picker up`. Ports are on the loopback; port 0 is any free port. Without `redis` the
+    fleet has an embedded Valkey.
 
-    `prefill`: how many of the `endpoints` prefill for the others, which decode; 0: no roles.
+    `prefill`: how many of the `endpoints` prefill for the rest, which decode; 0: endpoints have no roles.
     """
 
     replicas: int
@@ -95,9 +96,9 @@ class LocalFleet:
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
-        envoy_binary()  # raise MissingExtra before a part starts
+        envoy_binary()  # raises MissingExtra before any part starts
         ensure_free(self._wanted_ports())
-        self._tree()  # raise ConfigError before a part starts
+        self._tree()  # raises ConfigError before any part starts
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
         await self._bring_up_pickers()
@@ -118,7 +119,7 @@ class LocalFleet:
         await self._supervisor.stop(self._first_parts(), _REST_GRACE_S)
 
     def kill(self) -> None:
-        """Kill all children at once; `stop` then returns soon."""
+        """Kill all children now, so that the method `stop` returns soon."""
         self._supervisor.kill()
 
     async def model(self) -> str:
@@ -178,7 +179,7 @@ class LocalFleet:
         return overlaid(self._settings, redis_url=nearest, endpoints=endpoints if self._simulators else None)
 
     async def _bring_up_pickers(self) -> None:
-        """Start the simulators and Valkey, then the replicas, which need the addresses of both."""
+        """Start the simulators and Valkey, then the replicas, which need the addresses of both parts."""
         works = [self._supervisor.bring_up(self._simulators)]
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
@@ -229,7 +230,7 @@ class LocalFleet:
         return None
 
     def state(self) -> dict[str, Any]:
-        """The addresses and process ids of the started parts, as in the state file."""
+        """The addresses and process ids of the started parts, in the form of the state file."""
         return {
             "envoy": self._started_envoy.url,
             "envoy_admin": self._started_envoy.admin,
@@ -261,11 +262,11 @@ class LocalFleet:
         if path is not None:
             draft = path.with_name(f"{path.name}.{os.getpid()}.new")
             write_private(draft, json.dumps(self.state(), indent=2) + "\n")
-            draft.replace(path)  # readers see the whole new file or the whole former file
+            draft.replace(path)  # a reader sees either the whole new file or the whole former file
 
 
 def _roles(options: UpOptions) -> list[str]:
-    """The role of each of a pool's simulators."""
+    """The role of each simulator of a pool."""
     if not options.prefill:
         return [""] * options.endpoints
     return ["prefill"] * options.prefill + ["decode"] * (options.endpoints - options.prefill)

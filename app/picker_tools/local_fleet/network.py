@@ -1,4 +1,4 @@
-"""Finds and checks ports of the loopback, and calls parts by HTTP GET or Redis PING with a deadline."""
+"""Finds and checks ports on the loopback, and calls parts of a fleet by HTTP GET or Redis PING in time."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # environment variable with the admin API's
 
 
 def free_port() -> int:
-    """A port of the loopback that is free now. Another process may then take the port, so callers retry."""
+    """A port on the loopback that is free now. Another process may take it meanwhile, so callers retry."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
@@ -27,9 +27,9 @@ def free_port() -> int:
 
 
 def ensure_free(wanted: Mapping[int, str]) -> None:
-    """Check that each port in `wanted` is free; a port's value in `wanted` names its purpose and option.
+    """Check that each port in `wanted` is free; `wanted` maps a port to its purpose and option.
 
-    Parts do not check their ports themselves; Envoy, for example, would share a port with another Envoy.
+    Parts of a fleet do not check this: Envoy, for example, would share a port with another Envoy.
 
     Raises:
         StartupError: ports are in use or not allowed; the message has a line for each such port.
@@ -67,8 +67,8 @@ class Reply:
 
 
 async def get(url: str, token: str = "") -> Reply | None:
-    """The reply to GET `url` (http://host:port/path), with the bearer `token` if it is not empty; None if no
-    reply comes within a second."""
+    """The reply to GET `url` (http://host:port/path), with the bearer `token` unless it is empty; None if no
+    reply arrives within a second."""
     return await asyncio.to_thread(_get, url, token)
 
 
@@ -87,7 +87,7 @@ def _get(url: str, token: str) -> Reply | None:
 
 
 async def redis_answers(host: str, port: int) -> bool:
-    """Whether the Redis at `host:port` answers PING: no loading in progress, no password."""
+    """Whether the Redis at `host:port` answers PING: it has loaded its data and needs no password."""
     try:
         async with asyncio.timeout(_CALL_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -101,7 +101,7 @@ async def redis_answers(host: str, port: int) -> bool:
 
 
 async def can_connect(url: str) -> bool:
-    """Whether any node named by the Redis `url` accepts connections. Raises ValueError for an invalid URL."""
+    """Whether any node in the Redis URL `url` accepts connections. Raises ValueError for an invalid URL."""
     address = Address.parse(url)
     if address.kind == "socket":
         return await _accepts(asyncio.open_unix_connection(address.path))

@@ -17,20 +17,20 @@ from picker_fleet.domain.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
 
-# How Envoy calls the picker (docs/protocol.md).
+# The mode in which Envoy calls the picker (docs/protocol.md).
 Mode = Literal["standard", "lean", "http"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def trusted_headers(settings: Settings) -> tuple[str, ...]:
-    """The headers that a local fleet trusts, besides those that `settings` name, since its user is tenant
-    and operator. The workload header needs no trust."""
+    """The headers that a local fleet trusts: those that `settings` name, and more, since its user is both
+    tenant and operator. The workload header needs no trust."""
     return tuple(dict.fromkeys((FAIRNESS_ID[0], OBJECTIVE[0], *settings.extproc.trusted_headers)))
 
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Options passed to each simulator; the value None keeps the simulator's default."""
+    """Options that each simulator gets; the value None keeps the simulator's default."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -44,11 +44,11 @@ VALKEY_SETTINGS = (
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # maximum bytes of a path, as Linux allows 108 and other systems 104
+_LONGEST_SOCKET_PATH = 100  # maximum bytes of a socket's path: Linux allows 108, other systems 104
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that may hold a password: only its owner may read the file."""
+    """Write a file that only its owner may read, since it may contain a password."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     path.write_text(text, encoding="utf-8")
@@ -72,7 +72,8 @@ class Valkey:
 
     @property
     def socket_url(self) -> str:
-        """The Unix socket's URL, which costs replicas less CPU than TCP; `url` if the path is too long."""
+        """The URL of the Unix socket, which costs replicas less CPU time than TCP; `url` if its path is too
+        long."""
         return f"unix://{quote(str(self._socket))}" if self._has_socket else self.url
 
     @property
@@ -105,8 +106,8 @@ _LISTENING = re.compile(r"listening on http://(\S+:\d+)")
 
 
 class Simulator:
-    """Simulator `number`. The simulator serves the first of `models` as base model, the rest as adapters.
-    `role` is the value of its label `llm-d.ai/role`; '': without the label."""
+    """Simulator number `number`. It serves the first of `models` as base model, the rest as adapters. `role`
+    is the value of its label `llm-d.ai/role`; '' if it has no such label."""
 
     def __init__(self, number: int, options: SimOptions, models: Sequence[str], role: str = "") -> None:
         self.name = f"endpoint-{number}"
@@ -117,7 +118,7 @@ class Simulator:
 
     @property
     def address(self) -> str:
-        """The simulator's `ip:port`; '' until the simulator was ready once."""
+        """The simulator's `ip:port`; '' before the simulator is ready for the first time."""
         return self._address
 
     @property
@@ -149,11 +150,11 @@ class Simulator:
 def overlaid(
     settings: Settings, *, redis_url: str, endpoints: Mapping[str, Sequence[dict[str, Any]]] | None
 ) -> dict[str, Any]:
-    """The set keys of `settings` as a plain tree, with `redis_url` and each pool's `endpoints` (entries of
-    static discovery).
+    """The keys that are set in `settings` as a plain tree, with `redis_url` and each pool's `endpoints`
+    (entries of static discovery).
 
     If `endpoints` is None, the discovery of `settings` stays. The replicas trust the same headers as this
-    fleet's Envoy. `settings` already includes the PICKER_* variables, so the replicas start without them.
+    fleet's Envoy. `settings` already includes PICKER_* variables, so the replicas start without variables.
 
     Raises:
         ConfigError: the resulting configuration is not valid.
@@ -171,7 +172,7 @@ def overlaid(
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """The models that model servers must serve under `settings`, base models first; empty: any model."""
+    """The models that `settings` require of model servers, base models first; () if any model will do."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
     return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 
@@ -185,7 +186,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.capitalize()
     if isinstance(value, Path):
-        return str(value.absolute())  # absolute, as the replica's configuration file is in another folder
+        return str(value.absolute())  # the replica's configuration file is in another folder
     return value
 
 
@@ -194,15 +195,15 @@ class Announcement:
     """The JSON line `{"ready": true, "id", …}` that a replica prints once its listeners are bound."""
 
     id: str
-    grpc: str  # host:port
-    admin: str  # http://host:port
-    http: str | None = None  # host:port for the mode `http`; None: not served
+    grpc: str  # host:port of the gRPC listener
+    admin: str  # http://host:port of the admin API
+    http: str | None = None  # host:port for the mode `http`; None if the mode is off
 
 
 class Replica:
-    """Replica `number`. Each start calls `tree`, which returns the configuration except the listeners.
+    """Replica number `number`. Each start calls `tree`, which returns the configuration without listeners.
 
-    With `http` the replica also serves the mode `http`.
+    If `http`, the replica also serves the mode `http`.
     """
 
     def __init__(
@@ -224,17 +225,17 @@ class Replica:
 
     @property
     def announced(self) -> Announcement:
-        """The last line of JSON that the replica printed. Each start has a new id, but the same addresses."""
+        """The last announcement of the replica. Each start has a new id, but the same addresses."""
         return self._announced
 
     @property
     def host(self) -> tuple[str, int]:
-        """The host and port that Envoy uses for gRPC."""
+        """The host and port by which Envoy reaches the replica's gRPC listener."""
         return split_host_port(self._announced.grpc)
 
     @property
     def http_host(self) -> tuple[str, int]:
-        """The host and port that Envoy uses in the mode `http`."""
+        """The host and port by which Envoy reaches the replica in the mode `http`."""
         assert self._announced.http is not None
         return split_host_port(self._announced.http)
 
@@ -259,7 +260,7 @@ class Replica:
 
 
 def _announcement(line: str) -> Announcement | None:
-    if not line.startswith('{"ready"'):  # the replica's other lines are log entries
+    if not line.startswith('{"ready"'):  # any other line is a log entry
         return None
     try:
         return msgspec.json.decode(line, type=Announcement)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Prints lines to `console` (default: stdout), and flushes each at once."""
+    """Prints lines to `console` (by default stdout), and flushes each line at once."""
 
     def __init__(self, console: "Console | None" = None) -> None:
-        from rich.console import Console  # in an extra, which `picker envoy-config` does not need
+        from rich.console import Console  # needs an extra, which `picker envoy-config` does without
 
         self._console = console or Console(highlight=False)
 
@@ -37,7 +37,7 @@ class Report:
         self._say("DOWN", "red", name, what)
 
     def text(self, text: str) -> None:
-        """Print `text` without markup or wrapping, so that users can copy it."""
+        """Print `text` without markup and wrapping, so that users can copy it."""
         self._console.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def _say(self, word: str, colour: str, name: str, text: str) -> None:
@@ -49,7 +49,7 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
     """Run the coroutines `works` concurrently until all are done; a failure cancels the rest.
 
     Raises:
-        PickerError: the first PickerError that one of `works` raised, not in an exception group.
+        PickerError: the first PickerError that one of `works` raised, and not an exception group.
     """
     with first_error():
         async with asyncio.TaskGroup() as group:
@@ -59,7 +59,7 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """If an exception group that contains a PickerError ends the block, raise the first PickerError alone."""
+    """If an exception group with a PickerError ends the `with` block, raise only the first PickerError."""
     try:
         yield
     except BaseExceptionGroup as faults:
@@ -73,8 +73,8 @@ def first_error() -> Iterator[None]:
 
 @contextmanager
 def logs_folder(prefix: str) -> Iterator[Path]:
-    """A new folder, removed after the `with` block. If a PickerError ends the block and the folder has logs,
-    the folder stays and the error names the folder."""
+    """A new folder, which is removed after the `with` block. If a PickerError ends the block and the folder
+    has logs, the folder stays and the error names it."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -99,7 +99,7 @@ _TAIL_LINES = 15
 
 
 class Process(Protocol):
-    """The members of asyncio's Process used here; `returncode` is None until the process has ended."""
+    """The members of asyncio's Process that this module uses; `returncode` is None until the process ends."""
 
     @property
     def pid(self) -> int: ...
@@ -125,17 +125,17 @@ async def start_process(command: Sequence[str], output: IO[bytes], environment: 
 
 
 class Child:
-    """A started process that appends stdout and stderr to `log`. One event loop."""
+    """A started process that appends its stdout and stderr to `log`. All calls come from one event loop."""
 
     def __init__(self, name: str, log: Path, process: Process, log_start: int) -> None:
         self.name = name
         self.log = log
         self._process = process
-        self._log_start = log_start  # offset in the log, after earlier processes' output
+        self._log_start = log_start  # where this process's output begins in the log, in bytes
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
-        """Run `command`. Ctrl-C reaches only `picker up`, which stops its children in order."""
+        """Run `command` so that Ctrl-C reaches only `picker up`, which stops its children in order."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PICKER_")}
         with log.open("ab") as output:
             log_start = output.tell()
@@ -154,7 +154,7 @@ class Child:
         return _in_words(await self._process.wait())
 
     def check(self) -> None:
-        """Raise StartupError with the last lines of the log if the process has ended."""
+        """If the process has ended, raise StartupError with the last lines of its log."""
         code = self._process.returncode
         if code is not None:
             raise StartupError(self.fault(f"{_in_words(code)} before the fleet was ready"))
@@ -165,8 +165,8 @@ class Child:
         """Call `look` until it returns a true value, and return the value.
 
         Raises:
-            StartupError: the process ended first, or `within_s` passed; the message names the part and
-                includes the last lines of its log.
+            StartupError: the process ended first, or `within_s` seconds passed; the message names the part
+                and has the last lines of its log.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -175,7 +175,7 @@ class Child:
                     await asyncio.sleep(_POLL_S)
                 return found
         except TimeoutError:
-            raise StartupError(self.fault(f"{what} did not come within {within_s:g} s")) from None
+            raise StartupError(self.fault(f"{what} did not arrive within {within_s:g} s")) from None
 
     def lines(self) -> list[str]:
         """The complete lines that this process has written so far."""
@@ -208,26 +208,26 @@ class Child:
         try:
             self._process.send_signal(number)
         except ProcessLookupError:
-            return  # the process ended a moment ago
+            return  # the process has just ended
 
 
 def _in_words(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-READY_S = 30.0  # a part that is not ready after this time has failed
+READY_S = 30.0  # a part that is not ready after this many seconds has failed
 
 
 class Part(Protocol):
-    """A part of the fleet that runs as one child process. A part keeps its addresses when it restarts."""
+    """A part of a local fleet that runs as one child process. A part keeps its addresses when it restarts."""
 
     @property
     def name(self) -> str:
-        """The part's name, unique in the fleet; also the name of its log."""
+        """The part's name, which is unique in the fleet and also names its log."""
         ...
 
     def command(self) -> list[str]:
-        """Write the files that the process needs, and return its command, with an absolute path."""
+        """Write the files that the process needs, and return its command with an absolute path."""
         ...
 
     async def ready(self, child: Child) -> str:
@@ -269,11 +269,11 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # a part that has run this long restarts without a longer pause
+_SETTLED_S = 30.0  # a part that has run this many seconds restarts after the shortest pause
 
 
 class Supervisor:
-    """Starts, watches and stops the processes of parts. One event loop."""
+    """Starts, watches and stops the processes of a fleet's parts. All calls come from one event loop."""
 
     def __init__(self, logs: Path, report: Report) -> None:
         self._logs = logs
@@ -285,15 +285,15 @@ class Supervisor:
         return self._running[part.name][1].pid
 
     async def bring_up(self, parts: Iterable[Part], *, attempts: int = 1) -> None:
-        """Start `parts` concurrently, each in up to `attempts` attempts; report each part that is ready.
+        """Start `parts` concurrently, each in up to `attempts` attempts, and report each part that is ready.
 
         Raises:
-            StartupError: a part failed in all attempts; the error is the first such part's.
+            StartupError: a part failed in all attempts; the error is about the first such part.
         """
         await together(*(self._bring_up(part, attempts) for part in parts))
 
     def check(self) -> None:
-        """Raise StartupError if a part has ended. For use before `watch` runs."""
+        """Raise StartupError if a part has ended. Call this only before `watch` runs."""
         for _, child in self._running.values():
             child.check()
 

@@ -1,4 +1,4 @@
-"""`picker up`: runs a whole fleet on this machine until Ctrl-C."""
+"""The command `picker up`: runs a whole fleet on this machine until Ctrl-C."""
 
 import argparse
 import asyncio
@@ -17,19 +17,19 @@ from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--replicas", type=whole_number(1), default=3, metavar="N", help="pickers (default: %(default)s)")
-    about = "simulated model servers (default: %(default)s); 0: use the discovery of --config"
+    about = "simulated model servers (default: %(default)s); 0: use the endpoints of --config"
     add("--endpoints", type=whole_number(0), default=4, metavar="N", help=about)
-    about = "endpoints of each pool that prefill for the others, which decode (default: no roles)"
+    about = "how many endpoints of each pool prefill for the rest, which decode (default: no roles)"
     add("--prefill", type=whole_number(0), default=0, metavar="N", help=about)
-    about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
+    about = "pools to serve, the default pool first; each has --endpoints (default: the pools of --config)"
     add("--pools", type=_pools, metavar="NAME,…", help=about)
     about = "how Envoy calls the pickers (default: %(default)s)"
     add("--mode", choices=MODES, default="lean", help=about)
     add("--redis", metavar="URL", help="use this Redis instead of an embedded Valkey")
-    add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
-    add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others: next ports")
+    add("--port", type=port, default=8080, metavar="N", help="Envoy's port; 0: all ports are free ones")
+    add("--admin-port", type=port, default=8081, metavar="N", help="first replica's; others: the next ones")
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
-    add("--state-file", type=Path, metavar="FILE", help="written once the fleet is ready")
+    add("--state-file", type=Path, metavar="FILE", help="file to write once the fleet is ready")
     add("--no-restart", dest="restart", action="store_false", help="do not restart parts that end")
     add("--debug-headers", action="store_true", help="name the picked and the serving endpoint in answers")
     add("--sim-ttft", type=milliseconds, metavar="MS", help="simulators' time to first token")
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prefill {args.prefill} leaves none of --endpoints {args.endpoints} to decode")
     if (state := args.state_file) is not None and (state.is_dir() or not os.access(state.parent, os.W_OK)):
         raise ConfigError(f"--state-file {state}: no file can be written there")
-    # Without a configuration the fleet finds its limits; slow engines with small batches leave it the CPU.
+    # Without a configuration the fleet finds its limits; slow simulators with small batches save CPU time.
     sim = SimOptions() if args.config else SimOptions(ttft_ms=60.0, itl_ms=12.0, max_num_seqs=2)
     given = {"ttft_ms": args.sim_ttft, "itl_ms": args.sim_itl, "seed": args.seed}
     options = UpOptions(
@@ -81,7 +81,7 @@ async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> No
     except asyncio.CancelledError:
         report.text("stopping")
     finally:
-        on_signal(fleet.kill)  # from now on a signal kills the parts at once
+        on_signal(fleet.kill)  # from now on a signal kills all parts at once
         await fleet.stop()
 
 

@@ -1,18 +1,18 @@
--- Reads token usage, ids and errors in the answers of model servers, for the access log (accesslog.py): Envoy's Lua
--- filter in the modes `lean` and `http`. The filter passes each chunk of an answer on at once and unchanged. A server
--- may send anything: the work is linear in the bytes, and at most LONGEST bytes are kept between two chunks.
+-- Envoy's Lua filter in the modes `lean` and `http`: reads token usage, ids and errors in the answers of model servers,
+-- for the access log (accesslog.py). It passes each chunk of an answer on at once and unchanged. A server may send
+-- anything: the work grows linearly with the bytes, and at most LONGEST bytes are kept between two chunks.
 --
 -- bootstrap.py puts EVENTS and ANSWER before this text: the keys to read in the JSON of each event of a stream and of a
--- whole answer, nested like the JSON, with their keys in the metadata. Only keys at exactly these places are read, so
--- nothing counts that a client has a server repeat.
+-- whole answer, nested like the JSON, with their keys in the metadata. The filter reads only keys at exactly these
+-- places: a client could make a server repeat such a key elsewhere.
 
-local LONGEST = 512 -- bytes of a key with its value
+local LONGEST = 512 -- maximum bytes of a key with its value
 
 local byte, find, sub = string.byte, string.find, string.sub
 local QUOTE, BACKSLASH, COLON = byte('"'), byte("\\"), byte(":")
 local OPEN, CLOSE, OPEN_LIST, CLOSE_LIST = byte("{"), byte("}"), byte("["), byte("]")
 
--- The position of the first byte from `at` on that is no white space, and this byte; nil at the end of the text.
+-- Returns the position of the first byte from `at` on that is not white space, and this byte; nil at the text's end.
 local function skip_blanks(text, at)
   local char = byte(text, at)
   while char == 32 or char and char >= 9 and char <= 13 do
@@ -22,15 +22,16 @@ local function skip_blanks(text, at)
   return at, char
 end
 
--- Read the string at `at` in an object with keys to read, and the value if the string is such a key. Returns where to
--- read on, or nil if key or value go on in the next chunk; and whether that is within a string.
+-- Reads the string at `at` in an object that has keys to read, and its value if the string is such a key. Returns the
+-- position where reading continues, or nil if key or value continue in the next chunk, and whether this position is
+-- within a string.
 local function read_key(answer, text, at)
   local stop = find(text, '"', at + 1, true)
   local next, char = skip_blanks(text, stop and stop + 1 or #text + 1)
   if not char and #text - at < LONGEST then
     return nil, false
   end
-  if char ~= COLON or byte(text, stop - 1) == BACKSLASH then -- no key to read
+  if char ~= COLON or byte(text, stop - 1) == BACKSLASH then -- this string is not a key to read
     return at + 1, true
   end
   local object = answer.nodes[answer.known]
@@ -42,7 +43,7 @@ local function read_key(answer, text, at)
   value, char = skip_blanks(text, next + 1)
   local is_text = char == QUOTE
   local last = find(text, is_text and '"' or "[%[{,}%s]", is_text and value + 1 or value)
-  if not last then -- the value goes on in the next chunk, or is too long to be kept
+  if not last then -- the value continues in the next chunk, or is too long to be kept
     return #text - at >= LONGEST and next + 1 or nil, false
   end
   local found = sub(text, value, last - 1)
@@ -61,11 +62,11 @@ local function read_key(answer, text, at)
   return value, false
 end
 
--- Read the next part of an answer: a JSON object, or a stream of events, each with an object. `keep` gets what each
--- object has of the keys, at its end. `depth` objects and lists are open, and the outer `known` of them are objects
--- with keys to read (`nodes`).
+-- Reads the next part of an answer, which is a JSON object or a stream of events with an object each. At the end of
+-- each object, calls `keep` with the keys found in it. `depth` objects and lists are open; the outermost `known` of
+-- them are objects with keys to read (`nodes`).
 local function read(answer, text, keep)
-  -- Most bytes are read only to find an end, so keep the state in local variables.
+  -- Most bytes are read only to find where something ends: keep the state in local variables, for speed.
   local at, size = 1, #text
   local depth, known, in_string, is_escaped = answer.depth, answer.known, answer.in_string, answer.is_escaped
   answer.cut = ""

@@ -1,8 +1,8 @@
-"""The engine in real time, step by step: a step of continuous batching takes longer the more it computes.
+"""Runs the simulated engine step by step in real time: a step takes longer the more it computes.
 
-As in vLLM V1, a step computes one token for each running sequence, and chunks of prompts within a budget of
-tokens. One timer ends each step; an idle server has no timer. If a stall of the event loop delays a step, the
-next steps end earlier, so that the average pace holds.
+As in vLLM V1, a step of continuous batching computes one token for each running sequence, and chunks of
+prompts within a budget of tokens. One timer ends each step; an idle server has no timer. If a stall of the
+event loop delays a step, the next steps end earlier, so that the average pace holds.
 """
 
 import asyncio
@@ -14,25 +14,25 @@ from picker_tools.simulator.transfer import Pull
 # A step's time in seconds: vLLM with OPT-13B on one A100-80GB, as fitted by Zhong et al., "DistServe:
 # Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving", OSDI 2024. Source:
 # github.com/LLMServe/DistServe, simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json, keys
-# `decoding_smallbs` and `prefill`. Left out: the second base time of a step that also computes prompts, and
-# the square of a prompt's length (6 % of a prompt of 1000 tokens).
+# `decoding_smallbs` and `prefill`. This model omits the second base time of a step that also computes
+# prompts, and the square of a prompt's length (6 % of a prompt of 1000 tokens).
 BASE_S = 19.56e-3
-SEQUENCE_S = 50.6e-6  # added for each sequence that decodes
-KV_TOKEN_S = 0.494e-6  # added for each token in the contexts of these sequences
+SEQUENCE_S = 50.6e-6  # a step takes so much longer for each sequence that decodes
+KV_TOKEN_S = 0.494e-6  # a step takes so much longer for each token in the contexts of decoding sequences
 PREFILL_TOKEN_S = 150.5e-6
 BUDGET_TOKENS = 2048  # vLLM's default of --max-num-batched-tokens for online serving
 
 
 def step_s(step: Step) -> float:
-    """The time of `step` in seconds."""
+    """How many seconds `step` takes."""
     decode_s = step.decoding * SEQUENCE_S + step.kv_tokens * KV_TOKEN_S
     return BASE_S + decode_s + step.prefill_tokens * PREFILL_TOKEN_S
 
 
 class BatchSimulator:
-    """Runs one model server's engine in steps, each `slowdown` times as long as `step_s`. One event loop.
+    """Runs one model server's engine in steps, each `slowdown` times as long as `step_s`, on one event loop.
 
-    A new `slowdown` holds from the next step on.
+    A new value of `slowdown` applies from the next step on.
     """
 
     def __init__(self, limits: Limits, *, slowdown: float) -> None:
@@ -42,9 +42,9 @@ class BatchSimulator:
         self._is_idle = True
 
     def begin(self, sequence: Sequence, pull: Pull | None = None) -> "BatchGeneration":
-        """Queue `sequence`; leaving the returned context manager ends the request in any state.
+        """Queue `sequence`. Leaving the returned context manager ends the request in any state.
 
-        `pull`: transfers the prompt's KV cache, if `sequence.pulls`.
+        `pull` transfers the prompt's KV cache if `sequence.pulls`.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
@@ -55,12 +55,12 @@ class BatchSimulator:
         return generation
 
     def end(self, sequence: Sequence) -> None:
-        """Release the sequence `sequence`, finished or abandoned."""
+        """Release `sequence`, which is finished or abandoned."""
         del self._generations[sequence]
         self.engine.release(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks that the complete `sequence` keeps."""
+        """Free the KV blocks that the complete `sequence` keeps."""
         self.engine.free(sequence)
         self._begin_if_idle()
 
@@ -90,7 +90,7 @@ class BatchSimulator:
 
 
 class BatchGeneration:
-    """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
+    """The tokens of one request, step by step. Leaving the `with` block frees the request's KV blocks."""
 
     def __init__(self, simulator: BatchSimulator, sequence: Sequence, pull: Pull | None) -> None:
         self._simulator = simulator
@@ -109,19 +109,19 @@ class BatchGeneration:
             self._pulling.cancel()
         self._simulator.end(self.sequence)
         if fault is not None:
-            self._simulator.free(self.sequence)  # the answer that would name the kept blocks is lost
+            self._simulator.free(self.sequence)  # no answer will name the kept blocks to a decode server
 
     @property
     def is_over(self) -> bool:
         return self._returned == self.sequence.max_tokens
 
     def start_pull(self) -> None:
-        """Called when the sequence is admitted and its prompt's KV cache is at another server."""
+        """Begin to transfer the prompt's KV cache from another server, once the sequence is admitted."""
         assert self._pull is not None
         self._pulling = asyncio.create_task(self._simulator.pull(self.sequence, self._pull))
 
     def grown(self) -> None:
-        """Called when a step has generated a token."""
+        """Note that a step has generated a token."""
         if self.sequence.generated_tokens >= self._wanted:
             self._wake.set()
 

@@ -1,4 +1,4 @@
-"""`picker sim`: runs one simulated model server on one port until SIGTERM or SIGINT."""
+"""The command `picker sim`: runs one simulated model server on one port until SIGTERM or SIGINT."""
 
 import argparse
 import asyncio
@@ -33,12 +33,12 @@ class _Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        self.force_exit = self.should_exit  # on a second signal stop at once
+        self.force_exit = self.should_exit  # a second signal stops the server at once
         self.should_exit = True
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free port.
+    """A socket that listens at `host` and `port`; port 0 is any free port.
 
     Raises:
         StartupError: the address cannot be bound.
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(listener: socket.socket, profile: Profile) -> None:
-    """Serve by `profile` until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
+    """Serve as `profile` says until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
     _allow_many_files()
     config = uvicorn.Config(
         ModelServer(profile),
@@ -72,7 +72,7 @@ async def serve(listener: socket.socket, profile: Profile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    # The socket listens already, so a client may connect as soon as this line is printed.
+    # The socket already listens, so a client may connect as soon as this line is printed.
     host, port = listener.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.serve(sockets=[listener])
@@ -93,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=own.model, metavar="NAME", help="base model (default: %(default)s)")
     add("--ttft", type=milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
     add("--itl", type=milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
-    about = "compute the batch in steps, as long as measured times this; then --ttft and --itl are unused"
+    about = "run in steps that take this many times the measured time; --ttft and --itl are then unused"
     add("--slowdown", type=decimal("number", 1000), metavar="FACTOR", help=about)
-    add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
+    add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="maximum batch size")
     add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
-    about = "KV cache from a server that prefills, 10^9 bytes a second (default: %(default)s)"
+    about = "speed of KV cache transfers in 10^9 bytes a second (default: %(default)s)"
     add(
         "--kv-bandwidth",
         type=decimal("number", 1e6),
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB/S",
         help=about,
     )
-    add("--loras", type=_names, default=(), metavar="A,B", help="adapters, which requests name as models")
+    add("--loras", type=_names, default=(), metavar="A,B", help="adapters; requests name them as models")
     add("--max-loras", type=_COUNT, default=None, metavar="N", help="adapters run at once (default: all)")
     add(
         "--failure-rate",
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="share of requests answered 500, 0 to 1",
     )
-    add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
+    add("--seed", type=int, default=own.seed, metavar="N", help="seed of words and failures")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,16 +1,15 @@
 """Continuous batching as vLLM schedules it: which sequences run, wait, and have KV blocks and LoRA slots.
 
-Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. If the
-KV blocks of a sequence do not fit, the sequences behind it wait too. A sequence that lacks only a LoRA slot
-is skipped and keeps its position. When a running sequence needs a KV block and none is free, the newest
-running sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
+Pure: the engine has no clock and no I/O. At most `max_num_seqs` sequences run; the rest wait first come,
+first served. If the KV blocks of a sequence do not fit, the sequences behind it wait, too. A sequence that
+lacks only a LoRA slot is skipped and keeps its position. When a running sequence needs a KV block and no
+block is free, the newest running sequence is preempted: it frees its blocks, waits at the head of the queue
+and is computed again.
 
-Two servers may share the work of a request (`transfer.py`). The sequence of the prefill server keeps its
-blocks after its end, until `free`. The sequence of the decode server waits for the KV cache after its
-admission, until `pulled`.
-
-`schedule` and `grow` are for callers that pace each sequence, `begin_step` and `end_step` for callers that
-compute the whole batch step by step.
+Two servers may share the work of a request (`transfer.py`). The prefill server's sequence keeps its blocks
+after its end, until a call of `free`. The decode server's sequence, once admitted, waits for the KV cache,
+until a call of `pulled`. `schedule` and `grow` are for callers that pace each sequence, `begin_step` and
+`end_step` for callers that compute the whole batch step by step.
 """
 
 import enum
@@ -25,7 +24,7 @@ from picker_tools.simulator.openai_api import BYTES_PER_TOKEN
 
 
 def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:
-    """A chained hash for each whole block of `prompt`, without its last token, which is always computed."""
+    """A chained hash for each whole block of `prompt` without its last token, which is always computed."""
     size = block_size_tokens * BYTES_PER_TOKEN
     link = xxh64_digest((adapter or "").encode())
     links = []
@@ -36,7 +35,7 @@ def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) ->
 
 
 class PrefixCache:
-    """An LRU cache of at most `capacity` blocks of prompts.
+    """An LRU cache of at most `capacity` prompt blocks.
 
     A request's blocks enter the cache, as most recently used, when the request is admitted. Generated tokens
     are not cached and do not reduce the capacity.
@@ -50,14 +49,14 @@ class PrefixCache:
         return len(self._blocks)
 
     def cached(self, blocks: tuple[bytes, ...]) -> int:
-        """The number of leading blocks of a prompt's `blocks` that are cached."""
+        """How many of the first blocks of a prompt's `blocks` are cached."""
         for count, block in enumerate(blocks):
             if block not in self._blocks:
                 return count
         return len(blocks)
 
     def use(self, blocks: tuple[bytes, ...]) -> None:
-        """Record that a prompt's `blocks` were computed; a prompt's later blocks are evicted first."""
+        """Record that a prompt's `blocks` were computed. Later blocks of a prompt are evicted first."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -66,7 +65,7 @@ class PrefixCache:
 
 
 class ContextTooLong(PickerError):
-    """Prompt and answer together need more KV blocks than the server has."""
+    """Raised if prompt and answer together need more KV blocks than the server has."""
 
 
 class Phase(enum.Enum):
@@ -77,7 +76,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The server's capacity. At most `max_loras` distinct adapters run at once."""
+    """The capacity of a simulated server. At most `max_loras` distinct adapters run at once."""
 
     max_num_seqs: int = 256
     kv_blocks: int = 16_384
@@ -87,12 +86,12 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request; only the engine changes it. `adapter` is None for the base model.
+    """One request as a sequence of tokens, which only the engine changes. `adapter` None: the base model.
 
     `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` counts
-    the prompt tokens found in the prefix cache on the first admission. `computed_tokens`, kept only by steps,
-    counts the tokens in the KV cache. `keeps_blocks`: a complete sequence keeps its blocks until `free`.
-    `pulls`: another server has computed the prompt, and its KV cache has not arrived yet.
+    the prompt tokens found in the prefix cache at the first admission. `computed_tokens`, used only by steps,
+    counts the tokens in the KV cache. `keeps_blocks`: once complete, the sequence keeps its blocks until a
+    call of `free`. `pulls`: another server has computed the prompt, whose KV cache has not arrived yet.
     """
 
     prompt_tokens: int
@@ -122,8 +121,9 @@ class Step:
     """The work of one step of the batch: how many `tokens` each sequence computes.
 
     `left_tokens` remain of the step's budget. `decoding` counts the sequences that compute one token after
-    their context, and `kv_tokens` their contexts' tokens; `prefill_tokens` are computed for other sequences.
-    `pulling` are sequences admitted now whose prompts' KV cache must be transferred.
+    their context, and `kv_tokens` counts the tokens of these contexts; `prefill_tokens` counts tokens that
+    are computed for other sequences. `pulling` has the sequences admitted in this step whose prompts' KV
+    cache must be transferred.
     """
 
     left_tokens: int
@@ -134,7 +134,7 @@ class Step:
     pulling: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> None:
-        """Compute the missing tokens of `sequence` in this step, as far as the budget reaches."""
+        """Compute the missing tokens of `sequence` in this step, within the step's budget."""
         if sequence.pulls:
             return
         missing = sequence.context_tokens - sequence.computed_tokens
@@ -152,10 +152,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of the engine at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
+    """The load of the engine at one moment. `kv_usage` is 0 to 1; adapters are in order of arrival.
 
-    `queried_tokens` counts prompt tokens looked up in the prefix cache so far, `hit_tokens` the prompt tokens
-    found.
+    `queried_tokens` counts the prompt tokens that were looked up in the prefix cache so far, `hit_tokens` the
+    prompt tokens that were found there.
     """
 
     running: int
@@ -169,7 +169,7 @@ class EngineLoad:
 
 
 class Engine:
-    """Admission, batching and memory of one simulated server."""
+    """The admission, batching and KV memory of one simulated server."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -187,7 +187,7 @@ class Engine:
         """Put a new `sequence` at the end of the queue.
 
         Raises:
-            ContextTooLong: the sequence `sequence` would not fit even if it ran alone.
+            ContextTooLong: `sequence` would not fit even if it ran alone.
         """
         needed = self._blocks_for(sequence.prompt_tokens + sequence.max_tokens)
         if needed > self.limits.kv_blocks:
@@ -199,7 +199,7 @@ class Engine:
         self._waiting[sequence] = None
 
     def schedule(self, budget_tokens: float = math.inf) -> list[Sequence]:
-        """Admit the sequences that fit now, until they use up `budget_tokens`; returns them in order.
+        """Admit waiting sequences that fit now, until they use up `budget_tokens`. Returns them in order.
 
         Each sequence gets blocks for its context and one more token, so that a preempted sequence makes
         progress each time it is admitted again.
@@ -229,10 +229,9 @@ class Engine:
         return admitted
 
     def grow(self, sequence: Sequence, tokens: int) -> int:
-        """Generate up to `tokens` (1 to `remaining_tokens`) for a running `sequence`, preempting newer ones.
-
-        Returns the number of tokens that fit into memory. 0 means that `sequence` was the newest and was
-        itself preempted.
+        """Generate up to `tokens` (1 to `remaining_tokens`) tokens for a running `sequence`; preempt newer
+        sequences if memory is short. Returns the number of tokens that fit into memory; 0 means that
+        `sequence` was the newest and was itself preempted.
         """
         while True:
             needed = self._blocks_for(sequence.context_tokens + tokens) - sequence.blocks
@@ -267,12 +266,12 @@ class Engine:
         return step
 
     def end_step(self, step: Step) -> list[Sequence]:
-        """Count the tokens of `step`, and release sequences that are complete. Returns the sequences that got
-        their next token."""
+        """Count the tokens of `step`, and release complete sequences. Returns the sequences that got their
+        next token."""
         preemptions = self._preemptions
         grown = []
         for sequence, tokens in step.tokens.items():
-            if sequence.phase is not Phase.RUNNING:  # preempted by an older sequence, or abandoned
+            if sequence.phase is not Phase.RUNNING:  # an older sequence preempted it, or it was abandoned
                 continue
             sequence.computed_tokens += tokens
             if sequence.computed_tokens == sequence.context_tokens and self.grow(sequence, 1):
@@ -285,7 +284,7 @@ class Engine:
     def release(self, sequence: Sequence) -> None:
         """End a finished or abandoned `sequence`, running or waiting, and free its blocks. Idempotent.
 
-        A finished sequence that keeps its blocks frees them with `free`.
+        If a finished sequence keeps its blocks, `free` frees them.
         """
         if sequence.phase is Phase.RUNNING:
             self._stop(sequence)
@@ -296,14 +295,14 @@ class Engine:
         sequence.phase = Phase.ENDED
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks of `sequence`. Idempotent."""
+        """Free the KV blocks of `sequence`. Idempotent."""
         self._free_blocks += sequence.blocks
         sequence.blocks = 0
 
     def pulled(self, sequence: Sequence, *, arrived: bool) -> None:
-        """End the transfer for `sequence`; if the KV cache has not `arrived`, the prompt is computed here."""
+        """End the transfer for `sequence`; unless the KV cache `arrived`, this server computes the prompt."""
         sequence.pulls = False
-        if arrived:  # the last token is computed, for the first token of the answer
+        if arrived:  # only the prompt's last token is left to compute, for the first token of the answer
             sequence.computed_tokens = sequence.prompt_tokens - 1
 
     def load(self) -> EngineLoad:
@@ -320,12 +319,12 @@ class Engine:
         )
 
     def _look_up(self, sequence: Sequence) -> None:
-        # Older sequences took the blocks of a preempted sequence. vLLM does not count its lookup again.
+        # Older sequences have taken a preempted sequence's blocks; like vLLM, do not count its lookup again.
         if sequence.preempted:
             return
         blocks = sequence.prompt_blocks
         found_tokens = self._prefixes.cached(blocks) * self.limits.block_size_tokens
-        # Blocks are of bytes, so the last one may end in the last token, which is always computed.
+        # Blocks count bytes, so the last block may end within the last token, which is always computed.
         sequence.cached_tokens = min(found_tokens, sequence.prompt_tokens - 1)
         self._prefixes.use(blocks)
         sequence.computed_tokens = sequence.cached_tokens

@@ -1,8 +1,8 @@
-"""The engine in real time: requests wait for admission, and tokens arrive at the pace of a GPU.
+"""Runs the simulated engine in real time: requests wait for admission, and tokens arrive at a GPU's pace.
 
-A request's first token comes `ttft_s` after admission, reduced by the cached share of its prompt; each
-further token comes `itl_s` later. If `ttft_s` and `itl_s` are 0, no timer is used. Tokens that a stall of the
-event loop or a slow client delayed arrive together afterwards, so that the average pace holds.
+A request's first token comes `ttft_s` seconds after its admission, or sooner if a part of its prompt is
+cached; each further token comes `itl_s` seconds later. If both times are 0, no timer is used. Tokens delayed
+by a stall of the event loop or by a slow client arrive together afterwards, so that the average pace holds.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from picker_tools.simulator.transfer import Pull
 
 
 class Simulator:
-    """Runs one model server's engine in real time. One event loop."""
+    """Runs one model server's engine in real time, on one event loop."""
 
     def __init__(self, limits: Limits, *, ttft_s: float, itl_s: float) -> None:
         self.ttft_s = ttft_s
@@ -22,9 +22,9 @@ class Simulator:
         self._admissions: dict[Sequence, asyncio.Future[None]] = {}
 
     def begin(self, sequence: Sequence, pull: Pull | None = None) -> "Generation":
-        """Queue `sequence`; leaving the returned context manager ends the request in any state.
+        """Queue `sequence`. Leaving the returned context manager ends the request in any state.
 
-        `pull`: transfers the prompt's KV cache, if `sequence.pulls`.
+        `pull` transfers the prompt's KV cache if `sequence.pulls`.
 
         Raises:
             ContextTooLong: the request would not fit even if it ran alone.
@@ -34,19 +34,19 @@ class Simulator:
         return Generation(self, sequence, pull)
 
     def admit(self) -> None:
-        """Admit the requests that fit now, and wake the tasks that wait for their admission."""
+        """Admit the requests that fit now, and wake the tasks that wait for these admissions."""
         for sequence in self.engine.schedule():
             admission = self._admissions.get(sequence)
             if admission is not None and not admission.done():
                 admission.set_result(None)
 
     def free(self, sequence: Sequence) -> None:
-        """Free the blocks that the complete `sequence` keeps."""
+        """Free the KV blocks that the complete `sequence` keeps."""
         self.engine.free(sequence)
         self.admit()
 
     async def wait_admitted(self, sequence: Sequence) -> None:
-        """Wait until the sequence `sequence` runs."""
+        """Wait until `sequence` runs."""
         while sequence.phase is Phase.WAITING:
             self._admissions[sequence] = asyncio.get_running_loop().create_future()
             try:
@@ -56,14 +56,14 @@ class Simulator:
 
 
 class Generation:
-    """The tokens of one request. Leaving the `with` block frees the request's KV blocks."""
+    """The tokens of one request, at a GPU's pace. Leaving the `with` block frees the request's KV blocks."""
 
     def __init__(self, simulator: Simulator, sequence: Sequence, pull: Pull | None) -> None:
         self._simulator = simulator
         self.sequence = sequence
         self._pull = pull
         self._loop = asyncio.get_running_loop()
-        self._due_at_s = self._loop.time() + self._prefill_s  # next token due (loop's clock)
+        self._due_at_s = self._loop.time() + self._prefill_s  # when the next token is due (loop's clock)
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +71,7 @@ class Generation:
     def __exit__(self, fault: object, *_: object) -> None:
         self._release()
         if fault is not None:
-            self._simulator.free(self.sequence)  # the answer that would name the kept blocks is lost
+            self._simulator.free(self.sequence)  # no answer will name the kept blocks to a decode server
 
     @property
     def is_over(self) -> bool:
@@ -97,7 +97,7 @@ class Generation:
                 self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
-            if sequence.phase is Phase.WAITING:  # sequence preempted since the last token
+            if sequence.phase is Phase.WAITING:  # the sequence was preempted after its last token
                 continue
             if itl_s:
                 tokens = min(tokens + int(late_s / itl_s), sequence.remaining_tokens)
@@ -116,7 +116,7 @@ class Generation:
         return self._simulator.ttft_s * (1 - known_tokens / max(1, sequence.prompt_tokens))
 
     async def _until(self, at_s: float) -> float:
-        """Sleep until `at_s` on the loop's clock; returns how many seconds late the sleep ended."""
+        """Sleep until `at_s` by the loop's clock. Returns how many seconds late the sleep ended."""
         wait_s = at_s - self._loop.time()
         if wait_s > 0:
             await asyncio.sleep(wait_s)

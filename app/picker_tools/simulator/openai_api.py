@@ -1,4 +1,4 @@
-"""OpenAI's formats of the simulated model server: bodies of completions, answers and errors. Pure.
+"""The simulated model server's formats, as of OpenAI's API: request bodies, answers and errors. Pure.
 
 A stream has one event for each token (the last one has the finish reason), then `[DONE]`. If the client asked
 for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Without that option
@@ -55,14 +55,14 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remote_port: int | None = None
 
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions, used here for chat too
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; the simulator uses it for chats, too
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A valid request. `prompt` is the request's whole text; `finish_reason` is `length` or `stop`;
-    `kv_transfer` says which part of the work another server does (`transfer.py`)."""
+    """A valid request. `prompt` is its whole text; `finish_reason` is `length` or `stop`; `kv_transfer` says
+    which part of the work another server does (`transfer.py`)."""
 
     chat: bool
     model: str
@@ -75,7 +75,7 @@ class CompletionRequest:
     kv_transfer: KvTransfer | None = None
 
 
-_KEYS = re.compile(r"(?:\$\.|field `)(\w+)")  # in an error message of msgspec
+_KEYS = re.compile(r"(?:\$\.|field `)(\w+)")  # finds the keys that an error message of msgspec names
 _Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 
 
@@ -84,12 +84,12 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The keys that bodies of completions and chats have in common; all others are ignored."""
+    """The keys that bodies of completions and chats have in common; all other keys are ignored."""
 
     model: str
     max_tokens: _Limit = None
     max_completion_tokens: _Limit = None
-    n: Literal[1] | None = None  # one answer a request
+    n: Literal[1] | None = None  # a request may ask for one answer only
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     kv_transfer_params: KvTransfer | None = None
@@ -127,7 +127,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionReque
     try:
         given = msgspec.json.decode(body, type=form)
     except msgspec.ValidationError as fault:
-        key = next(reversed(_KEYS.findall(str(fault))), None)  # the path, which starts with the key, is last
+        key = next(reversed(_KEYS.findall(str(fault))), None)  # the last match is the path's first key
         raise ApiError(f"{key or 'the body'}: {fault}", param=key) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise ApiError(f"the body is not JSON: {fault}", code="invalid_json") from None
@@ -154,7 +154,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionReque
 
 
 def _prompt(prompt: str | Sequence[str | int | list[int]]) -> tuple[bytes, int]:
-    """Text and token count of a prompt: a string, a list of one string, or a list of token ids."""
+    """The text and token count of a prompt: a string, a list of one string, or a list of token ids."""
     if not isinstance(prompt, str) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -176,7 +176,7 @@ VOCABULARY = tuple(f" {''.join(parts)}".encode() for parts in itertools.product(
 
 
 class Words:
-    """Generates the words of the answer to `prompt`, each with a leading space. Depends on `seed`."""
+    """Generates the words of the answer to `prompt`, each with a leading space, by the `seed`."""
 
     def __init__(self, *, seed: int, prompt: bytes) -> None:
         # random.Random(prompt) would take milliseconds for 400 KB.
@@ -184,7 +184,7 @@ class Words:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def take(self, count: int) -> list[bytes]:
-        """The next `count` words; the sequence of words does not depend on how many each call takes."""
+        """The next `count` words. The sequence of words is the same however many words each call takes."""
         return self._random.choices(VOCABULARY, k=count)
 
 
@@ -196,7 +196,7 @@ class Answer:
     """Encodes one answer. `created_s` is a Unix time.
 
     `cached_tokens` is the number of prompt tokens found in the prefix cache. If another server computed the
-    prompt, `prefill_cached_tokens` is that server's number, which the client gets.
+    prompt, the client gets that server's number, `prefill_cached_tokens`.
     """
 
     def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:
@@ -206,7 +206,7 @@ class Answer:
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
         self._common = {"id": answer_id, "object": kind, "created": created_s, "model": request.model}
-        # The events of a stream differ only in one word: encode all else once.
+        # The events of a stream differ only in one word, so encode the rest only once.
         head = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":[{"index":0,'
         self._before = head + (b'"delta":{"content":"' if request.chat else b'"text":"')
         self._after = (b'"},' if request.chat else b'",') + _PENDING
@@ -214,17 +214,17 @@ class Answer:
 
     @property
     def opening(self) -> bytes:
-        """The event with the role, which precedes the first token of a chat; b'' for completions."""
+        """The event with the role, which precedes the first token of a chat's answer; b'' for completions."""
         return self._role if self._request.chat else b""
 
     def events(self, words: list[bytes]) -> bytes:
-        """One event for each word of `words`, which must not include the stream's last word."""
+        """One event for each of `words`, which must not include the stream's last word."""
         if not words:
             return b""
         return self._before + (self._after + self._before).join(words) + self._after
 
     def ending(self, word: bytes, cached_tokens: int) -> bytes:
-        """The event of the last token, the usage, and the `[DONE]` that ends the stream."""
+        """The end of a stream: the event of the last token, the usage, and `[DONE]`."""
         text = word.decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
         content = {"delta": {"content": text}} if self._request.chat else {"text": text}

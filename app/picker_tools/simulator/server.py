@@ -1,9 +1,9 @@
-"""The OpenAI and vLLM HTTP surface of one simulated model server, as a raw ASGI application.
+"""The HTTP API of one simulated model server, like OpenAI's and vLLM's, as a raw ASGI application.
 
 Serves `/v1/completions`, `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
 answer names its server in `x-served-by: ip:port`. A stream's headers are sent with the first token, so that
 until the first token a gateway can retry the request elsewhere. `POST /sim` changes the server while it runs.
-Each server can compute prompts for others, and can have another server compute a prompt (`transfer.py`).
+A server can compute prompts for other servers, and can let another server compute a prompt (`transfer.py`).
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def watch(receive: Receive) -> None:
-    """Wait for the client to disconnect. For use once the whole body is read.
+    """Wait for the client to disconnect. Call this only once the whole body is read.
 
     Raises:
         ClientGone: the client disconnected.
@@ -130,7 +130,7 @@ class Profile:
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """A change of a running server; None keeps a value. `pulled` names kept KV blocks to free."""
+    """A change of a running server; the value None changes nothing. `pulled` names kept KV blocks to free."""
 
     slowdown: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_num_seqs: Annotated[int, msgspec.Meta(gt=0)] | None = None
@@ -147,9 +147,9 @@ class Counters:
 
 
 def _metrics_page(profile: Profile, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
-    """The metrics page in Prometheus' text format, made without a library for speed: pickers scrape the page
-    often. As in vLLM, adapters have a series only if the server has any; the value of that series is `now_s`,
-    Unix time."""
+    """The metrics page in Prometheus' text format, made without a library for speed, since pickers scrape it
+    often. As in vLLM, adapters have a series only if the server has adapters; the value of that series is
+    `now_s`, a Unix time."""
     model = f'model_name="{_escaped(profile.model)}"'
     lines: list[str] = []
 
@@ -187,7 +187,7 @@ def _escaped(value: str) -> str:
 
 
 AnyGeneration = Generation | BatchGeneration
-BURST_TOKENS = 256  # events per write of a stream if `itl_ms` is 0
+BURST_TOKENS = 256  # maximum events in one write of a stream if `itl_ms` is 0
 _MAX_ID_CHARS = 128
 _STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
 _METHODS = {
@@ -227,13 +227,13 @@ class ModelServer:
         try:
             await self._route(scope, receive, reply)
         except ApiError as error:
-            # Close the connection: the unread rest of the body must not be parsed as the next request.
+            # Close the connection, so that the unread rest of the body is not parsed as the next request.
             extra = ((b"connection", b"close"),) if error.status == 413 else ()
             await reply.whole(error.status, JSON, error.body, *extra)
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            if not reply.started:  # the process is stopping; a gateway may retry status 503
+            if not reply.started:  # the process is stopping: a gateway may retry a request that gets 503
                 await reply.whole(503, JSON, _STOPPING.body)
             raise
 
@@ -258,12 +258,12 @@ class ModelServer:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
 
     def _change(self, body: bytes) -> None:
-        """Change slowdown or batch size, by `{"slowdown": 3, "max_num_seqs": 8}`. Running sequences go on.
-        `{"pulled": ID}` frees KV blocks kept for a decode server.
+        """Change slowdown or batch size as `body` says: `{"slowdown": 3, "max_num_seqs": 8}`. Running
+        sequences continue. The body `{"pulled": ID}` frees KV blocks kept for a decode server.
 
         Raises:
-            ApiError: status 400 for a bad value, or for a change of speed or size of a server that started
-            without a slowdown; 404 if no KV blocks are kept as ID.
+            ApiError: status 400 for a bad value, or if speed or size of a server that started without a
+            slowdown would change; 404 if no KV blocks are kept as ID.
         """
         try:
             change = msgspec.json.decode(body, type=Change)
@@ -359,7 +359,7 @@ class ModelServer:
         reply: Reply,
         server: tuple[str, int],
     ) -> None:
-        # The client does not see single tokens: one timer per KV block keeps the KV usage exact.
+        # The client does not see single tokens, so one timer for each KV block keeps the KV usage exact.
         stride = self._profile.limits.block_size_tokens if self._is_paced else request.max_tokens
         while count := await generation.next_tokens(stride):
             self._counters.generation_tokens += count
@@ -380,12 +380,12 @@ class ModelServer:
 
 
 def _header(scope: Scope, wanted: bytes) -> str:
-    """The value of the first header `wanted`; '' if there is none."""
+    """The value of the first header named `wanted`; '' if there is no such header."""
     return next((str(value.decode("latin-1")) for name, value in scope["headers"] if name == wanted), "")
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do `work` unless the client disconnects first. For use once the whole body is read.
+    """Do `work` unless the client disconnects first. Call this only once the whole body is read.
 
     Raises:
         ClientGone: the client disconnected.

@@ -1,11 +1,11 @@
-"""Prefill on one server and decode on another: the messages, the transfer of the KV cache, and the sidecar.
+"""Prefill on one server and decode on another: their messages, the transfer of the KV cache, and the sidecar.
 
 A request with the header `x-prefiller-host-port` goes to a decode server. The decode server's sidecar, whose
-work this module does, first makes the named server compute the prompt (`max_tokens: 1`, no stream,
-`kv_transfer_params` with `do_remote_decode`). The prefill server keeps the prompt's KV blocks and names them
-in `kv_transfer_params` of its answer. Once the decode server has room, it pulls the blocks and then notifies
-the prefill server, which frees them. If the prefill server does not answer 200, or has lost the blocks, the
-decode server computes the prompt itself.
+work this module does, first makes the server that the header names compute the prompt (`max_tokens: 1`, no
+stream, `kv_transfer_params` with `do_remote_decode`). The prefill server keeps the prompt's KV blocks and
+names them in `kv_transfer_params` of its answer. Once the decode server has room, it pulls the blocks and
+then notifies the prefill server, which frees them. If the prefill server does not answer 200, or has lost the
+blocks, the decode server computes the prompt itself.
 
 Sources: llm-d's sidecar (github.com/llm-d/llm-d-router, pkg/sidecar/proxy, connector nixlv2; its fallback to
 the decode server was in versions up to 0.8 and is an error in later ones), and vLLM's NixlConnector, which
@@ -26,18 +26,18 @@ from picker_tools.simulator.engine import Sequence
 from picker_tools.simulator.openai_api import KvTransfer
 
 PREFILLER_HEADER = b"x-prefiller-host-port"
-# Bytes of one token in the KV cache of OPT-13B, the model of batch.py: 40 layers of a key and a value of 5120
-# numbers in 16 bits.
+# Bytes of one token in the KV cache of OPT-13B, the model of batch.py: in each of 40 layers, a key and a
+# value of 5120 numbers of 16 bits.
 KV_BYTES_PER_TOKEN = 2 * 40 * 5120 * 2
-# One InfiniBand port of 200 Gbit/s for each GPU, as a DGX A100 has.
+# The speed of one InfiniBand port of 200 Gbit/s; a DGX A100 has one for each GPU.
 KV_BANDWIDTH_GB_S = 25.0
-KEPT_S = 480.0  # vLLM's default of VLLM_NIXL_ABORT_REQUEST_TIMEOUT
+KEPT_S = 480.0  # seconds for which blocks are kept: vLLM's default of VLLM_NIXL_ABORT_REQUEST_TIMEOUT
 _CONNECT_S = 2.0
 
 
 class KeptBlocks:
-    """The KV blocks that a prefill server keeps for decode servers, for at most `KEPT_S`. `free` frees the
-    blocks of a sequence."""
+    """The KV blocks that a prefill server keeps for decode servers, for at most `KEPT_S` seconds. `free`
+    frees the blocks of a sequence."""
 
     def __init__(self, free: Callable[[Sequence], None]) -> None:
         self._free = free
@@ -45,7 +45,7 @@ class KeptBlocks:
         self._kept: dict[str, tuple[Sequence, asyncio.TimerHandle]] = {}
 
     def keep(self, sequence: Sequence, host: str, port: int) -> KvTransfer:
-        """Keep the blocks of the complete `sequence`; returns the parameters for its decode server."""
+        """Keep the blocks of the complete `sequence`. Returns the parameters for its decode server."""
         name = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(KEPT_S, self.free, name)
         self._kept[name] = sequence, timer
@@ -58,7 +58,7 @@ class KeptBlocks:
         )
 
     def free(self, name: str) -> bool:
-        """Free the blocks kept as `name`; False if there are none."""
+        """Free the blocks kept as `name`. Returns False if no blocks are kept as `name`."""
         sequence, timer = self._kept.pop(name, (None, None))
         if sequence is None or timer is None:
             return False
@@ -68,7 +68,7 @@ class KeptBlocks:
 
 
 class Link:
-    """A decode server's network port, which carries one transfer after another, at `gb_s` 10⁹ bytes/s."""
+    """A decode server's network port. It carries one transfer after another, at `gb_s` · 10⁹ bytes/s."""
 
     def __init__(self, gb_s: float) -> None:
         self._token_s = KV_BYTES_PER_TOKEN / (gb_s * 1e9)
@@ -90,13 +90,13 @@ class Pull:
         self._is_over = False
 
     async def run(self, tokens: int, slowdown: float) -> bool:
-        """Transfer `tokens` tokens and free the source's blocks. False if the source has lost the blocks."""
+        """Transfer `tokens` tokens, and free the source's blocks. Returns False if the source lost them."""
         await self._link.carry(tokens, slowdown)
         self._is_over = True
         return await self._free()
 
     async def abandon(self) -> None:
-        """Free the source's blocks if the request has ended before its transfer."""
+        """Free the source's blocks if the request ended before its transfer."""
         if not self._is_over:
             self._is_over = True
             await self._free()
@@ -144,7 +144,7 @@ class _Prefilled(msgspec.Struct):
 
 
 async def _post(address: str, path: str, body: bytes, request_id: str = "") -> bytes | None:
-    """The body of the answer to a POST; None if no answer with status 200 comes."""
+    """The body of the answer to a POST; None without an answer with status 200."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_CONNECT_S):

@@ -1,4 +1,4 @@
-"""`picker top`: shows the fleet live on a terminal, through one replica's admin API."""
+"""The command `picker top`: shows the fleet live on a terminal, by one replica's admin API."""
 
 import argparse
 import asyncio
@@ -26,8 +26,8 @@ from picker_tools.top.client import AdminClient, AdminError, Event
 
 Row = Any  # a row of one of the API's lists (admin/models.py)
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_MAX_CELLS = 48  # maximum characters in a cell of a table
-_LOW_SHARE = 0.8  # a flow below this fraction of its fair share is highlighted
+_MAX_CELLS = 48  # maximum width of a text in a table, in terminal cells
+_LOW_SHARE = 0.8  # a flow with less than this part of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
     "ready": _GOOD, "live": _GOOD, "draining": _FAIR, "drained": _FAIR, "at its limit": _FAIR,
@@ -36,13 +36,13 @@ _STYLES = {
 }  # fmt: skip
 _QUEUE_ROWS = 200
 _RECONNECT_S = 1.0
-_HISTORY = 300  # maximum snapshots kept, one a second
+_HISTORY = 300  # maximum snapshots that are kept; one arrives each second
 _MAX_DECISIONS = 200
 _VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # action -> the view in which it is available
 
 
 def plain(text: object) -> str:
-    """The text with control and format characters escaped, with which clients could control the terminal."""
+    """The text with control and format characters escaped: by these, clients could control the terminal."""
     return "".join(
         f"\\u{ord(sign):04x}" if unicodedata.category(sign) in _HIDDEN else sign for sign in str(text)
     )
@@ -79,7 +79,7 @@ def _clock(at: float) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a table: shows the attribute `key` of each row, and sorts rows by it."""
+    """A column of a table. It shows the attribute `key` of each row, and sorts rows by this attribute."""
 
     title: str
     key: str
@@ -98,7 +98,7 @@ class Column(NamedTuple):
         return text
 
     def rank(self, row: Row) -> tuple[bool, float, str]:
-        """The sort key of `row`: largest numbers first, unknown values last."""
+        """The sort key of `row`, which puts the largest numbers first and unknown values last."""
         value = self._value(row)
         return value is None, -value if _known(value) else 0.0, str(value)
 
@@ -108,7 +108,7 @@ class Column(NamedTuple):
 
 
 _BAND, _FLOW, _SCORE = Column("Band", "band"), Column("Flow", "flow"), Column("Score", "score", number)
-# The views in the order of the keys that show them; the view `stock` has charts.
+# The views with their columns, in the order of the keys that show the views; the view `stock` has charts.
 VIEWS: dict[str, tuple[Column, ...]] = {
     "flows": (
         _FLOW, _BAND, Column("Waits", "queued", number), Column("Oldest", "oldest_s", seconds),
@@ -152,12 +152,12 @@ VIEWS: dict[str, tuple[Column, ...]] = {
 
 
 def identity(row: Row) -> tuple[object, ...]:
-    """The identity of a row in its view, equal in all snapshots."""
+    """The identity of a row in its view: the same in all snapshots."""
     return tuple(getattr(row, name, None) for name in ("id", "address", "seq", "band", "flow"))
 
 
 def head(snapshot: models.Snapshot, error: str) -> Text:
-    """The figures of the whole fleet in four lines, then the error, if any."""
+    """The figures of the whole fleet in four lines, and then the error, if there is one."""
     state, at = snapshot.state, _clock(snapshot.at)
     ready = sum(each.status == "ready" for each in snapshot.endpoints)
     live, replicas = sum(each.live for each in snapshot.replicas), len(snapshot.replicas)
@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def url_of(admin: str, pool: str | None) -> str:
-    """The URL of the admin API of the pool `pool` at a replica; by default of the replica's default pool."""
+    """The URL of the admin API of the pool `pool` at a replica; None: of the replica's default pool."""
     below = f"/pools/{quote(pool, safe='')}" if pool else ""
     return f"{admin.rstrip('/')}{below}"
 
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Ask(ModalScreen[bool]):
-    """A dialogue that asks a question; only the key `y` confirms."""
+    """A dialogue that asks the operator a question; only the key `y` confirms."""
 
     BINDINGS: ClassVar = [("y", "dismiss(True)", "yes"), ("n,escape,q", "dismiss(False)", "no")]
 
@@ -243,15 +243,15 @@ class Top(App[None]):
         self.view = next(iter(VIEWS))
         self._admin = admin
         self._tabs, self._head, self._note = TabbedContent(), Static(markup=False), Static(markup=False)
-        self._lines = (Sparkline(), Sparkline())  # in flight, waiting
+        self._lines = (Sparkline(), Sparkline())  # charts of requests in flight, of waiting requests
         self._tables: dict[str, DataTable[Text]] = {}
         self._snapshot: models.Snapshot | None = None
         self._error = "waiting for the first figures"
         self._rows: dict[str, Sequence[Row]] = dict.fromkeys(VIEWS, ())  # view -> rows in the API's order
-        self._totals: dict[str, int] = {}  # view that reads only a part -> total rows
+        self._totals: dict[str, int] = {}  # view that reads only some rows -> total number of its rows
         self._shown: Sequence[Row] = ()
-        self._sorter = 0  # number of the column that orders the rows; 0: the API's order
-        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # in flight, waiting
+        self._sorter = 0  # number of the column by which rows are sorted; 0: rows are in the API's order
+        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # requests in flight, waiting
 
     def compose(self) -> ComposeResult:
         yield self._head
@@ -267,7 +267,7 @@ class Top(App[None]):
         yield from (self._note, Footer(compact=True))
 
     def on_mount(self) -> None:
-        # The method `exit` restores the terminal.
+        # On SIGTERM call `exit`, which restores the terminal.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: self.exit(return_code=143))
         self.run_worker(self._follow())
 
@@ -291,7 +291,7 @@ class Top(App[None]):
         if isinstance(event, models.Unavailable):
             self._error = event.detail
         elif isinstance(event, models.Decisions):
-            # After a reconnect the API sends the latest decisions again.
+            # After a reconnect the API sends the latest decisions again, so skip known decisions.
             new = [entry for entry in reversed(event.entries) if entry not in self._rows["log"]]
             self._rows["log"] = [*new, *self._rows["log"]][:_MAX_DECISIONS]
         else:
@@ -312,14 +312,14 @@ class Top(App[None]):
             note += f"; limit of {row.address}: {plain(row.limit_reason)}{moved}"
         if snapshot and self.view == "stock":
             bound, (in_flight, waiting) = snapshot.state.bounds.upper, zip(*self._history, strict=True)
-            # Two leading values fix each chart's scale: 0 to the upper bound, and 0 to at least 1.
+            # Two extra values at the start fix each chart's scale: 0 to the bound, and 0 to at least 1.
             self._lines[0].data, self._lines[1].data = [0.0, bound, *in_flight], [0.0, 1.0, *waiting]
             note = f"in flight {number(min(in_flight))} to {number(max(in_flight))} of {number(bound)}, "
             note += f"lower chart: waiting, at most {number(max(waiting))}"
         self._note.update(note)
 
     def _fill(self) -> str:
-        """Fill the shown table; the cursor keeps its row. Returns a note with the number of rows."""
+        """Fill the shown table; the cursor stays on its row. Returns a note with the number of rows."""
         table, columns, rows = self._tables[self.view], VIEWS[self.view], self._rows[self.view]
         if self.view == "log" and self._shown and table.cursor_row:
             return "paused; move the cursor to the first row to follow the log"
@@ -349,7 +349,7 @@ class Top(App[None]):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether `action` is available in the shown view."""
+        """Whether `action` is available in the view that is shown."""
         return _VIEW_OF.get(action, self.view) == self.view
 
     def action_open(self, view: str) -> None:
@@ -378,7 +378,7 @@ class Top(App[None]):
 
     @work
     async def _change(self, what: str, *path: str) -> None:
-        """Send POST to `path` below /api/v1 if the operator confirms."""
+        """If the operator confirms, send a POST to `path` below /api/v1."""
         if not await self.push_screen_wait(Ask(plain(f"{what}?"))):
             return
         try:

@@ -1,9 +1,9 @@
-"""Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
+"""Envoy's gRPC access log reports which requests run or have ended, their usage, and which endpoint served.
 
 In the modes `lean` and `http` the picker sees nothing of a request after the decision; access-log entries
 release the request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to
-one replica, which handles a stream's entries in order. A malformed entry is counted and dropped; the other
-entries of the batch are handled (G10). Anyone may reach this port: an entry can end, renew or restore a
+one replica, which handles a stream's entries in order. A malformed entry is counted and dropped; the rest
+of its batch is handled (G10). Anyone may reach this port: an entry can end, renew or restore a
 request only if the fleet has signed its token for that request. A stream carries entries of all pools; each
 pool signs with its own keys, so the signature identifies the pool. The replica's gRPC server runs this
 service.
@@ -30,17 +30,17 @@ from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
-NAMESPACE: Final = "envoy.lb"  # default metadata namespace of the key `SERVED`
+NAMESPACE: Final = "envoy.lb"  # the default metadata namespace in which Envoy names the endpoint that served
 
 _log = logging.getLogger(__name__)
 
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
-_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # a failed attempt, or an answer with PLACED_HEADER
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # the entry reports a failed attempt, or has PLACED_HEADER
 FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
-# The tag with the time, in µs, from the first byte sent to the endpoint to the first byte of the answer's
-# body. The entry's own fields have the time of the headers, which servers send before the first token.
+# This tag has the time, in µs, from the first byte sent to the endpoint until the first byte of the answer's
+# body. Other fields of an entry have the time of the headers, which servers send before the first token.
 TTFT_TAG: Final = "picker.ttft"
 TTFT_FORMAT: Final = "%COMMON_DURATION(US_TX_BEG:US_RX_BODY_BEG:us)%"
 _MOST_DIGITS = 12
@@ -61,9 +61,9 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
-# Envoy's response flags for a request that had reached an endpoint which then failed.
+# The response flags that Envoy sets if a request has reached an endpoint and the endpoint then failed.
 _FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
-_RESET = "reset"  # the reason of a fault: the endpoint cut the answer off
+_RESET = "reset"  # the fault of an endpoint that cut an answer off
 RETRY_AFTER: Final = "retry-after"
 CONTENT_TYPE: Final = "content-type"
 _NOTHING: Mapping[str, Any] = {}
@@ -75,15 +75,16 @@ TOKEN_HEADER: Final = "x-picker-accounting-token"
 WAITED_HEADER: Final = "x-picker-waited"
 TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
-TOKEN_MARK: Final = "="  # prefix of names and tokens, since a header value loses blanks at its ends
-# Envoy adds this header to an endpoint's answer, for the log of attempts: `ID =TOKEN`.
+TOKEN_MARK: Final = "="  # starts each name and token, so that a header value does not lose leading blanks
+# Envoy adds this header (`ID =TOKEN`) to an endpoint's answer; the log of attempts then has the header.
 PLACED_HEADER: Final = "x-picker-placed"
 _LONGEST_ID = 512
 _HTTP2 = accesslog_pb2.HTTPAccessLogEntry.HTTP2
-_LATE_S = 0.1  # after the answer: a shorter time than `Admission.answered` waits for the end
-# Envoy stops reading an answer of which about 1 MiB is unsent: its client does not read.
+# A client that still reads after this many seconds is slow; `Admission.answered` waits longer for its end.
+_LATE_S = 0.1
+# If a client does not read, Envoy stops reading the endpoint's answer once about 1 MiB of it is unsent.
 _UNSENT_BYTES = 768 * 1024
-# Metadata keys of an Anthropic answer's prompt tokens, from the answer's usage or a stream's first event.
+# Metadata keys of prompt tokens in Anthropic's API: of an answer's usage, or of a stream's first event.
 PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
     for when in ("", "first_")
@@ -103,7 +104,7 @@ class Account(NamedTuple):
 
 
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
-    """Handlers of the access log by path. The metadata `namespace` names the endpoint that served."""
+    """The access log's gRPC handler, by path. The metadata `namespace` names the endpoint that served."""
     return {f"/{SERVICE}/StreamAccessLogs": Collector(accounts, namespace).collect}
 
 
@@ -121,9 +122,9 @@ class Collector:
     def on_message(
         self, data: bytes, trust: Callable[[], object] = lambda: None
     ) -> tuple[Sequence[bytes], bool]:
-        """Handle one StreamAccessLogsMessage, which has no answer. A malformed message is dropped, so that
-        the stream continues. If this replica is cut off, the stream ends: Envoy then reopens it elsewhere.
-        Calls `trust` if the fleet signed the token of an entry, which only a gateway knows."""
+        """Handle one StreamAccessLogsMessage; no answer is sent. A malformed message is dropped, and the
+        stream continues. If this replica is cut off from Redis, the stream ends: Envoy then opens a stream
+        to another replica. Calls `trust` if an entry has a token that the fleet signed: only gateways do."""
         try:
             message = als_pb2.StreamAccessLogsMessage.FromString(data)
         except DecodeError:
@@ -147,17 +148,17 @@ class Collector:
                 accounts[0].metrics.access_log("ignored")
                 continue
             if isinstance(item, Fault) and not item.accounting_token:
-                for each in accounts:  # without a token, every pool is asked for the request
+                for each in accounts:  # without a token, any pool may have the request
                     each.gate.fault(item)
                 accounts[0].metrics.access_log("failed")
                 continue
             account, fault = accounts[0], NO_TOKEN
-            if item.accounting_token:  # an entry without a token concerns a request that waits or was refused
+            if item.accounting_token:  # without a token, the request waits or was refused
                 account, fault = self._owner(item.accounting_token, item.id)
             if fault:
                 account.metrics.access_log_rejected(fault)
                 if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
-                    # The client left before Envoy had the token, or the entry is forged: report a suspicion.
+                    # Either the client left before Envoy had the token, or the entry is forged.
                     for each in accounts:
                         each.gate.suspect(item.id)
                 account.metrics.access_log("ignored")
@@ -181,8 +182,8 @@ class Collector:
         return is_signed
 
     def _owner(self, token: str, request_id: str) -> tuple[Account, str]:
-        """The account of the pool that signed the accounting token, and the fault of that token ('' if
-        valid). If no pool has signed the token, the first account is returned."""
+        """The account of the pool that signed the accounting token, and the reason why the token is invalid
+        ('' if it is valid). If no pool has signed the token, the first account is returned."""
         fault = UNKNOWN_KEY
         for account in self._accounts:
             its_fault = accounting_token.fault_of(token, request_id, account.keys)
@@ -193,8 +194,8 @@ class Collector:
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
-    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if the entry reports none of
-    these or names no request.
+    """The renewal, completion or failed attempt that one HTTPAccessLogEntry reports; None if the entry
+    reports something else or names no request.
 
     The id and the accounting token come unchecked from the dynamic metadata that the picker wrote. An entry
     from before the decision has no such metadata: the request's id is then Envoy's `x-request-id`.
@@ -205,7 +206,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         return None
     if kind == _ATTEMPT_END and PLACED_HEADER in entry.response.response_headers:
         return _answered(entry)
-    metadata = common.metadata.filter_metadata  # an attempt's entry has no metadata
+    metadata = common.metadata.filter_metadata  # empty in an entry about one attempt
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
         fields = check.fields
@@ -225,7 +226,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     served = _text(_fields(metadata, namespace), SERVED) or _address(common)
     if kind == _PERIODIC:
         if entry.response.response_body_bytes - common.downstream_wire_bytes_sent > _UNSENT_BYTES:
-            return None  # the endpoint may have finished long ago, so let the lease end
+            return None  # the endpoint may have finished long ago: do not renew the lease
         is_prefilled = (
             accounting_token.prefill_of(token)[0] != ""
             and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
@@ -235,7 +236,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
     cached_tokens = None
-    if usage and len(usage) > 2:  # most answers report only a prompt and a completion
+    if usage and len(usage) > 2:  # most answers report only the tokens of prompt and completion
         cached = (_tokens(usage, key) for key in _CACHED)
         cached_tokens = next((count for count in cached if count is not None), None)
     duration_s = _seconds(common.time_to_last_downstream_tx_byte)
@@ -251,12 +252,12 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     has_usage = prompt_tokens is not None or completion_tokens is not None
     is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
     body_bytes, content_type = entry.response.response_body_bytes, ""
-    if not (is_well and completion_tokens):  # else the content type is not compared
+    if not (is_well and completion_tokens):  # skips the comparison of content types for most answers
         content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
     if served and not is_well and outcome is not Outcome.CLIENT_GONE and not failed:
         size = None if has_usage else body_bytes
         fault = _fault(flags, status, size, _tells_error(usage), content_type)
-    # Positional arguments: keyword arguments take three times as long.
+    # Pass positional arguments: keyword arguments would take three times as long.
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
@@ -266,7 +267,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
 
 
 def _is_late(entry: Any) -> bool:
-    """Whether a client of HTTP/2 or 3 took so long to read the answer that `_answered` came before."""
+    """Whether an HTTP/2 or HTTP/3 client read its answer so slowly that an earlier entry reported its end."""
     common = entry.common_properties
     if entry.protocol_version < _HTTP2 or _seconds(common.time_to_last_upstream_rx_byte) is None:
         return False
@@ -274,8 +275,8 @@ def _is_late(entry: Any) -> bool:
 
 
 def _answered(entry: Any) -> Completion | None:
-    """The request whose whole answer the endpoint has sent; the client may not have read it. None if the
-    request was not placed, or if Envoy may try another endpoint: the answer was cut off, or has no body.
+    """The request whose whole answer the endpoint has sent, whether or not the client has read the answer.
+    None if the request was not placed, or if its answer was cut off or has no body: Envoy may then retry.
     """
     common, status = entry.common_properties, entry.response.response_code.value
     request_id, _, token = entry.response.response_headers[PLACED_HEADER].partition(f" {TOKEN_MARK}")
@@ -290,7 +291,7 @@ def _answered(entry: Any) -> Completion | None:
 
 
 def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token: str) -> Fault | None:
-    """The endpoint's fault in one attempt; None if the entry shows none."""
+    """The fault that an endpoint showed in one attempt; None without a fault."""
     endpoint = _address(entry.common_properties)
     if endpoint is None:
         return None
@@ -320,7 +321,7 @@ def _tells_error(usage: Any) -> bool:
 
 
 def _ids(entry: Any) -> tuple[str, ...]:
-    """The ids of stored state that Envoy has read in a successful response."""
+    """The ids of stored state (Responses API) that Envoy has found in a successful response."""
     if not 200 <= entry.response.response_code.value < 300:
         return ()
     usage = _fields(entry.common_properties.metadata.filter_metadata, "picker.usage")
@@ -356,7 +357,8 @@ def _text(fields: Any, key: str) -> str:
 
 
 def _wait_of_check(fields: Any) -> tuple[float | None, str]:
-    """Seconds in the queue and target model, from the check's answer; (None, '') without a wait."""
+    """A request's seconds in the queue and its target model, from the check's answer; (None, '') if the
+    request was not queued."""
     if WAITED_HEADER not in fields:
         return None, ""
     waited_s = None
@@ -376,15 +378,15 @@ def _waited_s(fields: Any) -> float | None:
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """The numbers of tokens of prompt and answer. Without a total the API may be Anthropic's, which reports
-    the prompt of a stream in the first event, and cached tokens separately."""
+    """The tokens of prompt and answer in `usage`. Usage without a total may be of Anthropic's API, which
+    reports a stream's prompt tokens in the first event, and cached tokens separately."""
     prompt, answer = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
     total = _tokens(usage, "total_tokens")
     if total is not None:
         if prompt is None:
             prompt = max(total - (answer or 0), 0)
         return prompt, max(total - prompt, 0) if answer is None else answer
-    # Skip the search if the entry only has the counts of prompt and answer, as in OpenAI's API.
+    # Skip the search if the entry has only the token counts of prompt and answer, as in OpenAI's API.
     for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
         told = [count for key in source if (count := _tokens(usage, key)) is not None]
         if told:
@@ -403,7 +405,7 @@ def _tokens(fields: Any, key: str) -> int | None:
 
 
 def _seconds(duration: Any) -> float | None:
-    """A protobuf Duration in seconds; None for 0 s, which no request takes: the field is unset."""
+    """A protobuf Duration in seconds; None for 0 s, which means that the field is unset."""
     seconds = duration.seconds + duration.nanos / 1e9
     return seconds if seconds > 0 else None
 

@@ -1,7 +1,7 @@
-"""Reads and builds the ext_proc messages (docs/specification.md, 002). An exchange calls this module.
+"""Reads and builds ext_proc messages (docs/specification.md, 002). exchange.py calls this module.
 
-Answers are bytes. On the request path answers are assembled field by field from cached pieces (`_field`),
-which takes a fifth of the time of building and serialising a message. Tests parse the answers with protobuf.
+Answers are bytes. The answers to requests are assembled field by field from cached pieces (`_field`): this
+takes a fifth of the time that protobuf takes to build and serialise a message. Tests parse the answers.
 
 The first message's `protocol_config` says which parts of a request and its response Envoy sends:
 
@@ -27,27 +27,28 @@ from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURES, Refusal
 
 TEST_SERVED = "x-conformance-test-served-endpoint"
-LENGTH_HEADER: Final = "x-picker-content-length"  # the project's Envoy copies this to content-length
+# The project's configuration of Envoy copies this header to content-length.
+LENGTH_HEADER: Final = "x-picker-content-length"
 
-# In mode `standard`, a filter that sends this attribute says that Envoy replaces the clients' x-request-id.
+# In mode `standard`, a filter sends this attribute to say that Envoy replaces the x-request-id of clients.
 ID_ATTRIBUTE: Final = "request.id"
 SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
-# Namespace of the picker's metadata. Envoy returns {id, token}, and {waited, target} of a queued request, in
-# the access log, and sends {session, pressure}, and the headers of tenants' limits by name, to the client.
+# Namespace of the picker's metadata. In the access log Envoy returns {id, token}, and for a queued request
+# {waited, target}. Envoy sends {session, pressure} and the headers about tenants' limits to the client.
 PICKER = "picker"
 
 CHUNK_BYTES = 62_000  # Envoy's limit, in bytes, of one body chunk in an ext_proc answer
-WHOLE_BYTES = 512 * 1024  # largest body for one message in `lean`: half of Envoy's default buffer
+WHOLE_BYTES = 512 * 1024  # `lean` sends no larger body in one message: half of Envoy's default buffer
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
-HEADERS_ALONE: Final = "headers alone"  # mode `lean`, for session requests
+HEADERS_ALONE: Final = "headers alone"  # mode `lean` for session requests, whose bodies the picker never sees
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-REQUEST_TRAILERS: Final = b"\x2a\x00"  # an empty request_trailers
-RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
+REQUEST_TRAILERS: Final = b"\x2a\x00"  # an answer with an empty field `request_trailers`
+RESPONSE_TRAILERS: Final = b"\x32\x00"  # an answer with an empty field `response_trailers`
 
 
 def mode_of(message: ProcessingRequest) -> str:
@@ -66,7 +67,7 @@ def mode_of(message: ProcessingRequest) -> str:
         asked, answered = names.get(request, request), names.get(response, response)
         raise Unsupported(
             f"request_body_mode {asked} with response_body_mode {answered} is not supported; "
-            "FULL_DUPLEX_STREAMED is, for both or with NONE for the response"
+            "use FULL_DUPLEX_STREAMED for both, or NONE for the response"
         )
     return mode
 
@@ -109,7 +110,7 @@ def _varint(number: int) -> bytes:
 
 
 def _field(tag: bytes, data: bytes) -> bytes:
-    """Encode a protobuf field of wire type LEN: a string, bytes or embedded message; `tag` is encoded."""
+    """Encode a protobuf field of wire type LEN (a string, bytes or message); `tag` is its encoded tag."""
     return tag + _varint(len(data)) + data
 
 
@@ -121,7 +122,7 @@ def _entry(key: str, value: bytes) -> bytes:
 def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
     """The bytes that precede `length` bytes of data within nested `fields`, innermost first.
 
-    Each field is a tuple: the encoded fields that precede the field in the message, and the field's tag.
+    Each field is a tuple: the encoded fields that precede it in its message, and its tag.
     """
     head = b""
     for before, tag in fields:
@@ -146,8 +147,8 @@ def _text_opening(key: str, length: int) -> bytes:
 
 
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
-# Header -> the bytes that precede its value in a Struct, by the value's length. All lengths are below 128 and
-# so take one byte, an ASCII character: an answer's headers are encoded as one text.
+# Maps a header to the bytes that precede its value in a Struct, by the value's length. Each length is below
+# 128 and so takes one byte, an ASCII character: all headers of an answer can be encoded as one text.
 _QUOTA_OPENINGS: Final = {
     name: [_text_opening(name, length).decode("ascii") for length in range(quota_headers.LONGEST + 1)]
     for name in quota_headers.NAMES
@@ -159,7 +160,7 @@ _DOUBLE = struct.Struct("<d").pack
 
 
 class Placed(NamedTuple):
-    """The answer for a placed request: the encoded HeaderMutation and dynamic metadata."""
+    """The answer for a placed request: the encoded HeaderMutation and the encoded dynamic metadata."""
 
     set_headers: bytes
     metadata: bytes
@@ -182,7 +183,7 @@ class Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _headers_alone(set_headers: bytes) -> bytes:
-    """The answer to request headers with the mutation `set_headers`, and no body mutation."""
+    """The answer to request headers with the header mutation `set_headers` and without a body mutation."""
     return _field(b"\x0a", _field(b"\x0a", _field(b"\x12", set_headers) + _CLEAR_ROUTE_CACHE))
 
 
@@ -204,9 +205,9 @@ def placed(
 
     `request_id` is '' if the access log need not report the request; `content_length` is None to keep that
     header; `target_model` is the model name sent upstream; `pressure` is the value of x-queue-pressure for
-    the client, `quota` has the client's headers about limits of tenants; `removes` is a header not sent
+    the client; `quota` has the client's headers about limits of tenants; `removes` is a header not sent
     upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`. `stages` are headers for
-    the server that decodes, with their values; '' removes the client's.
+    the server that decodes, with their values; the value '' removes the client's header.
     """
     set_headers, destination = _towards(destinations, namespace)
     set_headers += _stage_headers(stages)
@@ -235,13 +236,13 @@ def placed(
 
 @lru_cache(maxsize=1024)
 def _account_opening(length: int) -> bytes:
-    """The bytes that precede `length` bytes of fields in the metadata namespace `picker`."""
+    """The encoded bytes that precede `length` bytes of fields in the metadata namespace `picker`."""
     return _opening(length, (b"", b"\x2a"), (_PICKER_KEY, b"\x12"), (b"", b"\x0a"))
 
 
 @lru_cache(maxsize=1024)
 def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
-    """The header mutation and the metadata entry that name the endpoints in `destination`."""
+    """The encoded header mutation and metadata entry that name the endpoints in `destination`."""
     fields = _text(DESTINATION)(destination)
     return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
 
@@ -264,12 +265,12 @@ def _remove_header(key: str) -> bytes:
     return _field(b"\x12", key.encode())
 
 
-# Removes accept-encoding: the client's model name can be restored only in an uncompressed answer.
+# Removes accept-encoding, since the client's model name can be restored only in an uncompressed answer.
 _PLAIN_ANSWER = _field(b"\x12", b"accept-encoding")
 
 
 def request_body(body: bytes) -> Iterator[bytes]:
-    """The answers that carry the request body in chunks, built lazily; the last chunk ends the request."""
+    """The answers that carry the request body in chunks, built lazily; the last one ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     for start in range(0, last + 1, CHUNK_BYTES):
         chunk = body[start : start + CHUNK_BYTES] if last else body
@@ -277,7 +278,7 @@ def request_body(body: bytes) -> Iterator[bytes]:
 
 
 def streamed_request(body: bytes, *, ended: bool) -> bytes:
-    """Pass on one chunk of a session request, which was placed by its headers alone."""
+    """Pass on one chunk of the body of a session request, which was placed by its headers alone."""
     return _streamed(b"\x1a", body, ended)
 
 

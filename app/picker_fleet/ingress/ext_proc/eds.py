@@ -1,8 +1,8 @@
-"""EDS: sends the fleet's endpoints to Envoy's cluster `pool` (`override_host` needs known hosts).
+"""EDS: sends the fleet's endpoints to Envoy's cluster `pool`, since `override_host` needs known hosts.
 
-Each Envoy opens one state-of-the-world xDS stream. Nothing is sent before the first snapshot: an empty
-assignment from a replica that has just started would tell Envoy that every model server is gone. Delta and
-fetch calls get UNIMPLEMENTED. The replica's gRPC server runs this service.
+Each Envoy opens one state-of-the-world xDS stream. The replica sends no endpoints before it has its first
+snapshot: an empty assignment would tell Envoy that every model server is gone. Delta and fetch calls get
+UNIMPLEMENTED. The replica's gRPC server runs this service.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
 
 
 def assignment(name: str, snapshot: Snapshot) -> Any:
-    """The ClusterLoadAssignment of cluster `name`: only the cluster `pool` has the snapshot's endpoints.
+    """The ClusterLoadAssignment of cluster `name`; only the cluster `pool` gets the snapshot's endpoints.
 
-    A draining endpoint is listed as DRAINING, as is a removed one at first (`SnapshotCell.listed`): requests
+    An endpoint that drains, or was removed a short time ago (`SnapshotCell.listed`), is DRAINING: requests
     already placed there, and their retries, still find the endpoint by `override_host` (seen with Envoy
     1.40), and no fallback chooses it. An endpoint that is down is UNHEALTHY, so Envoy's own balancing avoids
-    it; a request that names the endpoint is still tried there first.
+    it; Envoy still tries this endpoint first for a request that names it.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
@@ -113,9 +113,9 @@ class _Subscription:
         if request.type_url and request.type_url != TYPE_URL:
             raise RpcError(Status.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
         if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
-            return False  # Envoy acknowledges an older response, and will acknowledge the newer response too
+            return False  # Envoy acknowledges an older response, and will acknowledge the latest one later
         if request.HasField("error_detail"):
-            # Envoy would refuse a resend again; the next snapshot is sent as usual.
+            # Do not send these endpoints again, since Envoy would refuse them again; send the next snapshot.
             _log.warning(
                 "Envoy refused the endpoints: %s",
                 request.error_detail.message[:300],

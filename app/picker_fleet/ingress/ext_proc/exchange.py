@@ -5,16 +5,16 @@ that runs an exchange for each stream.
       └─ whole answer to a header-only request ──────────────▲            ▲
                         BODY ── whole answer, lean ───────────────────────┘
 
-A body is complete when Envoy sets the flag end_of_stream, or when all bytes of the content-length have
-arrived and no end follows within `END_S` seconds. The content-length is only a hint: an earlier filter may
-have changed the body.
+A body is complete when Envoy sets the flag end_of_stream, or `END_S` seconds after all bytes of the
+content-length have arrived without that flag. The content-length is only a hint: an earlier filter may have
+changed the body.
 
 The `protocol_config` of Envoy's first message sets the mode (`codec.mode_of`).
 
-No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry the
-request at another replica (G7). If Envoy cannot have received the whole answer, the placement is withdrawn.
-In the mode `standard` the exchange settles the request exactly once at the end of the response (G6); in other
-modes the access log settles the request. `server.Server` runs the service on a transport.
+An exchange sends no answer before the whole body has arrived and the request is placed: until then Envoy can
+retry the request at another replica (G7). If Envoy cannot have received the whole answer, the exchange
+withdraws the placement. In mode `standard` the exchange settles the request exactly once at the end of the
+response (G6); in other modes the access log does. `server.Server` runs the service on a transport.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from picker_fleet.ingress.headers import (
 )
 
 END_S = 0.1  # seconds to wait for end_of_stream once all bytes of the content-length have arrived
-CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy gets the answer; less than any lease
+CONFIRM_AFTER_S = 1.0  # confirm an older placement before Envoy gets it; shorter than any lease
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ _OPEN, _BODY, _RESPONSE, _DONE = Step  # reading an enum member through its clas
 
 
 class _Forwarded(NamedTuple):
-    """The body that is sent with a placed request (None: no body). `length` is the new content-length, None
-    to keep that header; if `is_decoded`, the content-encoding is removed."""
+    """The body that Envoy forwards for a placed request (None: no body). `length` is the new content-length,
+    None to keep the header; if `is_decoded`, the header content-encoding is removed."""
 
     body: bytes | None = None
     length: int | None = None
@@ -88,7 +88,7 @@ class Exchange:
         self._way = _READ
         self._body = context.new_body()
         self._decoded: BodyBuffer | None = None  # the buffer that charges the decoded body
-        self._tried = False  # whether placing the request before end_of_stream was tried
+        self._tried = False  # whether the exchange has tried to place the request before end_of_stream
         self._forwarded: _Forwarded | None = None  # the body to forward, set once the request is placed
         self._response: Response | None = None
 
@@ -109,7 +109,7 @@ class Exchange:
 
     @property
     def awaits_end(self) -> bool:
-        """Whether all bytes of the content-length have arrived, but no message that ends the body."""
+        """Whether all bytes of the content-length have arrived, but not the message that ends the body."""
         return self._step is _BODY and self._body.size_bytes == self._body.content_length
 
     @property
@@ -122,7 +122,7 @@ class Exchange:
         return await self.receive(_END)
 
     def pass_on(self, data: bytes) -> tuple[Sequence[bytes], bool]:
-        """Answer Envoy's next message of a response. Returns the answers, and whether the exchange is done.
+        """Answer Envoy's next message about a response. Returns answers, and whether the exchange is done.
 
         Raises:
             RpcError: `data` is not a ProcessingRequest.
@@ -144,8 +144,8 @@ class Exchange:
                 if ended:
                     return await self._answer_body()
                 # Envoy signals the end of a body in a separate message. Once all bytes of the content-length
-                # have arrived, place the request without waiting for that message. An answer in one message
-                # is sent at once; an answer in chunks waits for the signal, which arrives during placement.
+                # have arrived, place the request without waiting for that message. Send an answer of one
+                # message at once; an answer in chunks waits for the signal, which arrives during placement.
                 if self.awaits_end and not self._tried and await self._place_early():
                     return await self._answer_body()
                 return ()
@@ -162,10 +162,10 @@ class Exchange:
             return (self.refuse(error),)
         except Exception:
             if self._step is _RESPONSE:
-                raise  # it is too late for a refusal: the response has begun
+                raise  # the response has begun, so Envoy would not accept a refusal
             decision = self._decision
             _log.exception("an exchange failed", extra={"mode": decision.mode, "model": decision.model})
-            return (self.refuse(RequestError("the picker failed on this request; its log says why")),)
+            return (self.refuse(RequestError("the picker failed on this request; its log has the reason")),)
 
     def refuse(self, error: RequestError) -> bytes:
         """End the exchange with a refusal, and release everything. Returns the answer to Envoy."""
@@ -175,7 +175,7 @@ class Exchange:
         return codec.refused(self._decision.refuse(error), error.code)
 
     def close(self) -> None:
-        """The stream has ended, for whatever reason: release everything that the exchange still holds."""
+        """Release everything that the exchange still holds, after its stream has ended for any reason."""
         if self._step is _DONE:
             return
         if self._response is not None:
@@ -192,7 +192,7 @@ class Exchange:
         if self._decoded is not None:
             self._decoded.release()
 
-    # Messages in.
+    # Read Envoy's messages.
 
     def _begin(self, message: ProcessingRequest) -> bool:
         """Read the stream's first message. Returns whether to wait for a body.
@@ -236,7 +236,7 @@ class Exchange:
         chunk = part.body
         if chunk and self._forwarded is None:
             self._body.add(chunk)
-        elif chunk.strip(_SPACES):  # the request is already placed, so its JSON object was complete
+        elif chunk.strip(_SPACES):  # the JSON object was complete, since the request is already placed
             raise BadRequest("the body has more text after its JSON object")
         return bool(part.end_of_stream)
 
@@ -244,20 +244,20 @@ class Exchange:
         if self._step is _OPEN:
             self._decision.mode = codec.mode_of(message)
         if part == "response_headers" and self._decision.mode == "standard" and self.uploading:
-            # Envoy sent a local reply before the request was complete: pass that reply on.
+            # Envoy answers an incomplete request by a reply of its own: pass that reply on.
             self._decision.withdraw()
             self._respond(None)
             return self._pass_on(part, message)
         received = (part or "an empty message").replace("_", " ")
         wanted = "the request's headers" if self._step is _OPEN else "the rest of the request"
         raise Unsupported(
-            f"{received} came where {wanted} should; see processing_mode of the ext_proc filter"
+            f"received {received} instead of {wanted}; see processing_mode of the ext_proc filter"
         )
 
-    # Placement.
+    # Place the request.
 
     async def _place_early(self) -> bool:
-        """Place a request before Envoy signals the end of its body. Returns whether to answer at once.
+        """Place the request before Envoy signals the end of its body. Returns whether to answer at once.
 
         Only JSON objects are placed early: their closing brace shows that the body is complete.
         """
@@ -298,9 +298,9 @@ class Exchange:
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
         """Answer a complete body; `trailers` says that trailers follow the body.
 
-        With trailers, headers and body go back in one message, in every mode, and Envoy forwards the
-        trailers. In chunks, the body would reach the model server twice on routes with retries, since Envoy's
-        router also sends its copy of the chunks once the trailers are answered (docs/decisions.md, 15).
+        With trailers, headers and body go back in one message in every mode, and Envoy forwards the trailers.
+        A body sent back in chunks would reach the model server twice on routes with retries: Envoy's router
+        also sends its own copy of the chunks once the trailers are answered (docs/decisions.md, 15).
         """
         decision, forwarded = self._decision, self._forwarded
         if forwarded is None:
@@ -312,16 +312,16 @@ class Exchange:
         in_one = trailers or self._in_one_message(len(forwarded.body or b""))
         return self._answers(forwarded, in_one=in_one)
 
-    # Answers.
+    # Answer Envoy.
 
     def _in_one_message(self, size_bytes: int) -> bool:
-        """Whether headers and body go back in one message, so that Envoy gets both or neither
-        (docs/decisions.md, 15). True only in the mode `lean`, where the project configures Envoy."""
+        """Whether one message returns headers and body to Envoy, so that Envoy gets both or neither
+        (docs/decisions.md, 15). True only in mode `lean`, in which Envoy has the project's configuration."""
         return self._decision.mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _answers(self, forwarded: _Forwarded, *, in_one: bool) -> Iterator[bytes]:
-        """The answer for the placed request, in one message or in several messages. Count the placement just
-        before the last message, since Envoy may end the stream before the write of that message returns."""
+        """The answer for the placed request, in one or several messages. Counts the placement just before
+        the last message, since Envoy may end the stream before the write of that message returns."""
         decision, (body, length, is_decoded, _) = self._decision, forwarded
         placement, request = decision.placement, decision.request
         assert placement is not None, "the request is placed"
@@ -370,7 +370,7 @@ class Exchange:
             return [codec.streamed_request(chunk.body, ended=chunk.end_of_stream)]
         if part == "request_trailers":
             return [codec.REQUEST_TRAILERS]  # the request was answered before its trailers arrived
-        return ()  # ignore further messages of a request that is already answered
+        return ()  # the request is already answered, so ignore Envoy's further messages
 
 
 _READ = Way("read")
@@ -393,13 +393,13 @@ class ExchangeService:
         self._uploads = uploads
 
     async def process(self, stream: Stream) -> bytes | None:
-        """Serve one of Envoy's streams. Returns the last answer, for the transport to send, or None."""
+        """Serve one ext_proc stream of Envoy. Returns the last answer, which the transport sends, or None."""
         exchange = Exchange(self.context)
         self.context.open_requests.began()
         reading: asyncio.Task[bytes | None] | None = None  # the task that reads until the body's end
         try:
-            # Only the wait for an upload has a deadline. In other waits Envoy ends the stream when the
-            # request ends, which cancels this task, and keepalive ends the streams of an Envoy that vanished.
+            # Only the wait for an upload has a deadline here. During any other wait, Envoy ends the stream
+            # with the request, which cancels this task; keepalive ends the streams of an Envoy that vanished.
             while True:
                 waits = exchange.uploading and not stream.has_message
                 if waits:
@@ -420,7 +420,7 @@ class ExchangeService:
                 except BufferFull as fault:
                     return exchange.refuse(fault)
                 except UploadOverdue:
-                    return exchange.refuse(BodyStalled("the rest of the body did not come"))
+                    return exchange.refuse(BodyStalled("the rest of the body did not arrive"))
                 if waits:
                     self._uploads.received(stream)
                 if is_late:
@@ -430,7 +430,7 @@ class ExchangeService:
                 else:
                     message = _read(data)
                     work = exchange.receive(message)
-                    del message, data  # free this copy of the body's last chunk before a wait
+                    del message, data  # free this copy of the body's last chunk before the request waits
                 for answer in await work:
                     if exchange.done:
                         return answer

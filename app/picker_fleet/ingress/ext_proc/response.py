@@ -1,7 +1,7 @@
 """Forwards a model server's response to the client in `standard` mode, and reads its token usage.
 
-exchange.py makes a `Response` for each placed request and gives it Envoy's messages. Of the body only the
-model's name may change.
+exchange.py makes a `Response` for each placed request and gives it Envoy's messages. A `Response` changes
+nothing in the body except the model's name.
 """
 
 import json
@@ -29,33 +29,33 @@ _CONTENT_TYPE = "content-type"
 _WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 16_384  # bytes kept from the end of a streamed answer
-_WHOLE_BYTES = 65_536  # bytes kept from the end of a plain JSON answer
-_USAGE_BYTES = 4096  # bytes to read of each usage object in an answer that was not kept whole
-_FEW = 8  # maximum usage members to try, last first
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # bytes; stop reading usage if a chunk decompresses to more
-_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore higher numbers, which cannot be token counts
+_TAIL_BYTES = 16_384  # keep this many bytes of the end of a streamed answer
+_WHOLE_BYTES = 65_536  # keep this many bytes of the end of an answer in plain JSON
+_USAGE_BYTES = 4096  # read at most this much of a usage object in an answer that was not kept whole
+_FEW = 8  # maximum usage members to read in an answer, the last one first
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # read no usage if a chunk decompresses to more bytes
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore larger numbers, which cannot be token counts
 
-# A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
+# Matches a string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
-# Not possessive: before Python 3.11.5 a possessive group keeps a part of its last try (gh-106052).
+# The outer group is not possessive: before Python 3.11.5 that keeps a part of its last try (gh-106052).
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
-_CUT = (b"", b"\\")  # end of a chunk that ends within a string: nothing, or half an escape
+_CUT = (b"", b"\\")  # a chunk cut off within a string ends here, or after the backslash of an escape
 _MODEL = b'"model"'
-_INNER = (b'"message"', b'"response"')  # events of two APIs nest the model in these members
-# Matches an error member and captures its numeric code. Text within a string never matches, since JSON
-# escapes its quotes.
+_INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model here
+# Matches the JSON member `error` and captures its numeric code. Text within a JSON string never matches,
+# since quotes are escaped there.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
 class ModelRename:
-    """Replaces the model name `target` with the client's name `mine` in an answer that comes in chunks.
+    """Replaces the model name `target` with the client's name `mine` in an answer that arrives in chunks.
 
     Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
-    only if its value is `target`. Deeper members, texts and all other bytes stay unchanged. If the end of a
-    chunk may be the start of that member, those bytes are held back until the next chunk. Events end with a
-    line break, so complete events are never delayed.
+    only if its value is `target`. All other bytes stay unchanged. If the end of a chunk may be the start of
+    the member `model`, that end is held back until the next chunk. Events end with a line break, so complete
+    events are never delayed.
     """
 
     def __init__(self, target: str, mine: str) -> None:
@@ -63,10 +63,10 @@ class ModelRename:
         self._mine = json.dumps(mine).encode()
         self._kept_back = b""
         self._depth = 0
-        self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
-        self._key, self._is_value = b"", False  # the container's last key; whether the key's value is next
+        self._outer = self._inner = False  # whether the JSON container at depth 1, at 2, may have the model
+        self._key, self._is_value = b"", False  # the container's last key; whether its value comes next
         self._in_string = self._line_ended = False
-        self._events: bool | None = None  # whether this is a stream; JSON may have blank lines
+        self._events: bool | None = None  # whether the answer is a stream of events; None if not yet known
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
         """Take a chunk. Returns the bytes to forward: if `ended`, also all bytes that were held back."""
@@ -80,7 +80,7 @@ class ModelRename:
         while True:
             if self._in_string:
                 rest = _REST_OF_STRING.match(data, at)
-                assert rest is not None, "it matches the empty string"
+                assert rest is not None, "_REST_OF_STRING matches the empty string"
                 at = rest.end()
                 self._in_string = rest[1] is None and data[at : at + 2] in _CUT
                 if self._in_string:
@@ -129,7 +129,7 @@ class ModelRename:
         return (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner)
 
     def _bracket(self, text: bytes) -> None:
-        """Track the depth in the JSON: brackets begin or end containers, and a blank line ends an event."""
+        """Track the depth in the JSON text: brackets start or end containers; a blank line ends an event."""
         if text[:1] in b"{[":
             if self._depth == 0:
                 self._outer = text[:1] == b"{"
@@ -146,9 +146,9 @@ class ModelRename:
         self._key, self._is_value = b"", False
 
 
-# Members of an answer, at any depth, that contain token counts or report them, in the APIs of OpenAI,
-# Anthropic, Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp. The prompt's tokens exclude those
-# _WRITTEN to a cache and _READ from it, but include the _CACHED ones.
+# JSON members that contain or report token counts in the answers of OpenAI, Anthropic, Cohere, Gemini,
+# Bedrock, TGI, SGLang, Ollama and llama.cpp. Prompt tokens exclude tokens _WRITTEN to a cache and tokens
+# _READ from a cache, but include _CACHED tokens.
 _HOLDS, _PROMPT, _COMPLETION, _TOTAL, _WRITTEN, _READ, _CACHED = range(7)
 _NAMES: Final = {
     _HOLDS: (
@@ -169,8 +169,8 @@ _NAMES: Final = {
     _CACHED: ("cached_tokens",),
 }  # fmt: skip
 _KINDS: Final = {name: kind for kind, names in _NAMES.items() for name in names}
-_MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
-# Names of members that contain usage, the most frequent first.
+_MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses API: {"response": {"usage": {…}}}
+# Names of JSON members that contain usage, the most frequent name first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
     "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
 ))  # fmt: skip
@@ -181,7 +181,7 @@ _list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspe
 )
 _PREFIX = json.JSONDecoder()
 
-# Numbers of prompt, completion and cached prompt tokens; None if unknown.
+# The numbers of prompt tokens, completion tokens and cached prompt tokens; None if unknown.
 Counts = tuple[int | None, int | None, int | None]
 _UNKNOWN: Final[Counts] = (None, None, None)
 
@@ -190,14 +190,14 @@ class UsageReader:
     """Reads the token counts that an answer reports.
 
     The reader keeps the answer's end (and at most one chunk more), which usually has the usage, and the
-    answer's first 4 KiB, for servers that report usage before a long text. In plain JSON, the reader also
-    keeps the last usage between these two parts. The reader parses only after the answer's end, at most once,
-    so the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it
-    parses only a few excerpts of a few KiB.
+    answer's first 4 KiB, for servers that report usage before a long text. Of a plain JSON answer, the reader
+    also keeps the last usage between start and end. It parses the kept text once, after the answer's end, so
+    the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it parses
+    only a few excerpts of a few KiB.
     """
 
     def __init__(self) -> None:
-        self.total = 0  # bytes received
+        self.total = 0  # bytes of the answer received so far
         self._head = self._between = b""
         self._chunks: deque[bytes] = deque()
         self._size, self._most = 0, 0
@@ -205,7 +205,7 @@ class UsageReader:
         self._inflate: Any = None
 
     def encoded(self, encoding: bytes) -> None:
-        """Set the answer's content-encoding: gzip and deflate are decoded; other encodings yield no usage."""
+        """Set the answer's content-encoding. The reader decodes gzip and deflate; others yield no usage."""
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._is_encoded = True
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
@@ -238,7 +238,7 @@ class UsageReader:
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
-        """The answer's prompt, completion and cached tokens: for a stream, its highest counts."""
+        """The answer's prompt, completion and cached tokens; the highest counts that a stream reports."""
         kept = b"".join(self._chunks)
         if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
             return found
@@ -251,7 +251,7 @@ class UsageReader:
         return found
 
     def _inflated(self, chunk: bytes) -> bytes:
-        """The decoded chunk; empty after a fault or a chunk that yields too much."""
+        """The decoded chunk; empty once a chunk could not be decoded or yielded too many bytes."""
         if self._inflate is None:
             return b""
         try:
@@ -265,11 +265,11 @@ class UsageReader:
 
 
 def _last_in(text: bytes) -> Counts:
-    """Token counts in the last events or lines of `text` that have usage, even if these are cut off."""
+    """Token counts in the last events or lines of `text` that have usage, even in those that are cut off."""
     found = _UNKNOWN
     for mark in _MARKS:
         if mark is not _MARKS[0]:
-            text = text[-_USAGE_BYTES:]  # servers put usage under these member names at the end
+            text = text[-_USAGE_BYTES:]  # servers that use the less frequent names put usage at the end
         at, unreadable = len(text), -1
         for _ in range(_FEW):
             at = text.rfind(mark, 0, at)
@@ -329,13 +329,13 @@ def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
     if total is not None:
         prompt = max(total - (completion or 0), 0) if prompt is None else prompt
         completion = max(total - prompt, 0) if completion is None else completion
-    elif read is not None or written is not None:  # Anthropic and Bedrock
+    elif read is not None or written is not None:  # Anthropic and Bedrock report cached tokens separately
         prompt = (prompt or 0) + (read or 0) + (written or 0)
     return _most(found, (prompt, completion, read if cached is None else cached))
 
 
 def _of_place(text: bytes) -> Counts:
-    """Token counts in the JSON member at the beginning of `text`; other text may follow."""
+    """Token counts in the JSON member with which `text` begins; other text may follow the member."""
     name, _, value = text.partition(b":")
     try:
         decoded, _ = _PREFIX.raw_decode(value.decode(errors="replace").lstrip())
@@ -382,7 +382,7 @@ class _State(msgspec.Struct):
 
 
 _state = msgspec.json.Decoder(_State)
-_MOST_STATE_BYTES = 1024 * 1024  # bytes of an answer, or of its first events, to search for ids
+_MOST_STATE_BYTES = 1024 * 1024  # maximum bytes of an answer to search for ids of stored state
 _FIRST_EVENTS = 8
 
 
@@ -390,12 +390,12 @@ class StateIds:
     """Reads the ids of stored state: from a complete JSON answer, or from the first events of a stream."""
 
     def __init__(self) -> None:
-        self._kept: list[bytes] | None = []  # the text to search; None once the search has ended
+        self._kept: list[bytes] | None = []  # the text to search for ids; None once the search has ended
         self._is_json: bool | None = None
         self._size = self._events = 0
 
     def add(self, chunk: bytes, *, ended: bool) -> tuple[str, ...]:
-        """Take the next chunk. Returns the ids once the ids are known, else ()."""
+        """Take an answer's next chunk. Returns the ids of stored state once they are known, else ()."""
         if self._kept is None:
             return ()
         self._kept.append(chunk)
@@ -430,9 +430,9 @@ def _ids_of(text: bytes) -> tuple[str, ...]:
 class Response:
     """Forwards one model server's response and settles its request exactly once (G6).
 
-    A request that was not admitted, or whose placement was withdrawn, is not settled. `rename` restores the
-    client's model name; None if the model's name was not changed. `note_ids` is called with the answer's
-    state ids and the endpoint that served it.
+    A request without admission, or whose placement was withdrawn, is not settled. `rename` restores the
+    client's model name; None if the picker did not change the model's name. `note_ids` is called with the
+    ids of stored state in the answer and the endpoint that served.
     """
 
     def __init__(
@@ -460,7 +460,7 @@ class Response:
         self._ids = StateIds() if note_ids is not None else None
 
     def pass_on(self, part: str, message: Any) -> list[bytes]:
-        """Answer one message of the response; `part` names its kind, such as `response_body`."""
+        """Answer one message about the response; `part` names the message's kind, such as `response_body`."""
         if part == "response_body":
             return self._chunk(message.response_body)
         if part == "response_headers":
@@ -483,7 +483,7 @@ class Response:
         self._content_type = found.get(_CONTENT_TYPE, b"")
         if _RETRY_AFTER in found:
             self._hold_s = hold_of(found[_RETRY_AFTER].decode(errors="replace"))
-        # Envoy names the endpoint that served in this metadata namespace.
+        # Envoy names, in this metadata namespace, the endpoint that served.
         namespace, placement = self._settings.metadata_namespace, self._placement
         served = codec.read_metadata(message, namespace, SERVED)
         self._served = served if isinstance(served, str) and served else None
@@ -497,7 +497,7 @@ class Response:
             missing = "destination endpoint served metadata" if named else "envoy lb metadata"
             added[codec.TEST_SERVED] = self._served or f"fail: missing {missing}"
         if _ENCODING in found:
-            self._rename = None  # model names cannot be found in compressed text
+            self._rename = None  # the picker cannot find model names in compressed text
             self._usage.encoded(found[_ENCODING])
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
@@ -512,7 +512,7 @@ class Response:
         if self._ttft_s is None and body:
             self._ttft_s = self._clock() - self._decision.placed_s
             if self._placement is not None and self._placement.prefillers:
-                assert self._decision.request is not None, "only an admitted request is split"
+                assert self._decision.request is not None, "only an admitted request has a prefill endpoint"
                 self._gate.prefilled(self._decision.request.id)
         if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
             assert self._note_ids is not None

@@ -30,21 +30,21 @@ Transport = NativeTransport | GrpcioTransport
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
 
-# The Helm charts of standalone pickers check the last of these names.
+# Health checks may ask for each of these names; Helm charts of standalone pickers ask for the last one.
 _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # bytes for headers and framing around the largest body
-_MOST_ENDLESS = 2048  # streams of a method that never end by themselves: watches, access logs, EDS
-_FLUSH_S = 1.0  # seconds to send answers before cutting access-log and EDS streams, which never end
+_MOST_ENDLESS = 2048  # maximum streams of a method whose streams never end: health watches, access logs, EDS
+_FLUSH_S = 1.0  # seconds for sending answers before a drain cuts access-log and EDS streams, which never end
 _STOP_S = 0.25
 
 
 class Server:
     """Serves exchanges, health and the handlers of `services` on `settings.listen`.
 
-    `own_listeners` are further addresses by pool: a request that names no pool belongs to the pool at whose
-    address it arrives. The server is not ready until `set_ready(True)`.
+    `own_listeners` maps pools to further addresses: a request that names no pool belongs to the pool at whose
+    address it arrives. The server is not ready until `set_ready(True)` is called.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Server:
         own_listeners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._exchanges = exchanges.all
-        self._open_requests = self._exchanges[0].context.open_requests  # of all pools
+        self._open_requests = self._exchanges[0].context.open_requests  # all pools share this counter
         self._settings = settings
         self._health = Health()
         self._draining = False
@@ -101,13 +101,13 @@ class Server:
 
     @property
     def full(self) -> str:
-        """Why the server refuses new streams; empty while it accepts them."""
+        """The reason why the server refuses new streams; '' while it accepts them."""
         return self._transports[0][1].full
 
     def set_ready(self, ready: bool) -> None:
         """Report readiness to Envoy's health checks; a draining server stays not ready. An unready server
         refuses exchanges and access logs, so that Envoy uses another replica: an unready replica could not
-        release the budget of the completions that it reads (G8)."""
+        release the stock of the requests whose completions it reads (G8)."""
         self._health.set(_READY, ready and not self._draining)
         if not self._draining:
             for _, transport in self._transports:
@@ -121,7 +121,8 @@ class Server:
     async def drain(self) -> None:
         """Stop gracefully: report not ready, wait for health checks to notice, let waiting requests finish.
 
-        Takes at most `drain_grace` + `drain_timeout` and about a second; requests still waiting are refused.
+        A drain takes at most `drain_grace` + `drain_timeout` and about a second. It refuses requests that
+        still wait after `drain_timeout`.
         """
         self._draining = True
         self.set_ready(False)
@@ -147,13 +148,13 @@ class Server:
 
 
 def _bounded(handler: Handler) -> Handler:
-    """A handler that refuses streams beyond `_MOST_ENDLESS`: other streams need places, too."""
+    """A handler that refuses streams beyond `_MOST_ENDLESS`, to leave room for streams of other methods."""
     open_streams = 0
 
     async def handle(stream: Stream) -> bytes | None:
         nonlocal open_streams
         if open_streams >= _MOST_ENDLESS:
-            raise RpcError(Status.UNAVAILABLE, f"more than {_MOST_ENDLESS} streams of this method")
+            raise RpcError(Status.UNAVAILABLE, f"more than {_MOST_ENDLESS} streams of this method are open")
         open_streams += 1
         try:
             return await handler(stream)

@@ -1,9 +1,9 @@
-"""Envoy's `ext_authz` filter asks about a request over HTTP: this module decides the request.
+"""Decides the requests of mode `http`: Envoy's `ext_authz` filter asks about each request by a check.
 
-Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
-The answer is 200 with the endpoint and the fields that the access log returns (docs/protocol.md), or the
-refusal for the client. The body is parsed and dropped before the request waits, since Envoy keeps a copy: a
-waiting request holds no body bytes in this replica.
+Envoy's check has the client's method, path and body, and the headers that the picker reads. The answer is 200
+with the endpoint and the fields that the access log later returns (docs/protocol.md), or the refusal for the
+client. The picker parses the body and drops it before the request waits, since Envoy keeps a copy: a waiting
+request holds no body bytes in this replica.
 """
 
 import logging
@@ -30,17 +30,17 @@ REMOVED_HEADERS: Final = "x-envoy-auth-headers-to-remove"  # Envoy removes these
 # Headers of a placement and of a refusal that Envoy passes on to the client.
 CLIENT_HEADERS: Final = (SESSION_HEADER, PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", PRESSURE, DROPPED_REASON)
-# The headers of placements and refusals, with tenants.
+# Further headers of placements and refusals if tenants are configured.
 TENANT_HEADERS: Final = (*quota_headers.NAMES, SHOULD_RETRY)
-# Envoy takes a 5xx from its authorisation server as a failure of that server, and hides the answer from the
-# client. So a 5xx refusal is sent with an otherwise unused 4xx status, which Envoy's configuration maps back.
+# Envoy treats a 5xx from its authorisation server as a failure of that server, and hides the answer from the
+# client. So the picker sends a 5xx refusal with an unused 4xx status, which Envoy's configuration maps back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
 
 _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """The answer to a check; `lines` are the answer's header lines."""
+    """The answer to a check; `lines` has the answer's header lines."""
 
     status: int
     lines: str
@@ -48,9 +48,9 @@ class Answer(NamedTuple):
 
 
 class Check:
-    """A request's check; call `decide` once, with the whole request. `url` is the URL that Envoy requests.
+    """The check of one request; call `decide` once, with the whole request. `url` is the check's own URL.
 
-    When the answer is written, call `decision.placed`; if the answer cannot reach Envoy, `client_left`.
+    Call `decision.placed` when the answer is written, or `decision.client_left` if Envoy cannot get it.
     """
 
     def __init__(self, context: ExchangeContext, url: bytes = b"") -> None:
@@ -73,12 +73,12 @@ class Check:
                 whole = body.join() if body.size_bytes else None
                 ask, decoded = await context.ask(whole, headers, way)
                 try:
-                    headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout for the check, not for the request
+                    headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout for this check, not for the request
                     if decision.read(ask, headers, subset, headers.pop(FORWARDED_FOR, b"")):
                         asked = ask.model or context.intake.default_model or "(none)"
                         raise Unsupported(
                             f"http mode cannot send model {asked} as {decision.target_model}; "
-                            "lean and standard can"
+                            "use mode lean or standard"
                         )
                 finally:
                     if decoded is not None:
@@ -91,7 +91,7 @@ class Check:
             return self.refuse(error)
         except Exception:
             _log.exception("a check failed", extra={"mode": MODE, "model": decision.model})
-            return self.refuse(RequestError("the picker failed on this request; its log says why"))
+            return self.refuse(RequestError("the picker failed on this request; its log has the reason"))
         except BaseException:
             decision.client_left()
             raise

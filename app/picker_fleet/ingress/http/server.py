@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of mode `http`, which Envoy's `ext_authz` filter asks about each request.
+"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks this server about each request.
 
     GET /healthz            200 while the replica takes requests, else 503; for health checks
     ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
@@ -6,9 +6,9 @@
 Envoy puts `/check` before each client's path, so clients cannot reach the server's other paths.
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
-the waiting request. One periodic task closes connections that stall within a request or an answer, so a
-request needs no timer. At the limit of connections, a new connection replaces the one idle for longest.
-docs/protocol.md lists the headers.
+the waiting request. One periodic task closes connections that stall within a request or an answer, so no
+request needs a timer of its own. At the limit of connections, a new connection replaces the connection that
+has been idle for longest. docs/protocol.md lists the headers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, se
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import Answer, Check
 
-PREFIX: Final = b"/check"  # Envoy puts this prefix before client paths, so clients reach no other path
+PREFIX: Final = b"/check"  # Envoy puts this prefix before each client's path
 HEALTH_PATH: Final = b"/healthz"
 _MAX_NAMES, _LONGEST_NAME = 1000, 64  # maximum cached header names, and maximum bytes of a name
 _MAX_HEAD_BYTES = 64 * 1024  # maximum bytes of request line, headers and trailers
@@ -71,11 +71,11 @@ class CheckServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server answers checks: the server is ready, or was ready before its drain."""
+        """Whether the server answers checks: while it is ready, or drains after it was ready."""
         return self._ready
 
     async def start(self) -> int:
-        """Bind and listen. Returns the bound port.
+        """Bind the address and listen. Returns the bound port.
 
         Raises:
             StartupError: the address cannot be bound.
@@ -93,7 +93,7 @@ class CheckServer:
             self.close_stalled()
 
     def close_stalled(self) -> None:
-        """Close each connection that has stalled or has been idle for too long."""
+        """Close each connection that has stalled or has been idle for more than `_IDLE_S` seconds."""
         now_s = self.context.clock()
         for connection in list(self._connections):
             connection.close_if_stalled(now_s)
@@ -103,7 +103,7 @@ class CheckServer:
         self._ready = ready
 
     def drain(self) -> None:
-        """Fail health checks from now on, and close each connection after the connection's next answer."""
+        """Fail health checks from now on, and close each connection after its next answer."""
         self.draining = True
 
     async def stop(self) -> None:
@@ -114,7 +114,7 @@ class CheckServer:
             connection.close()
 
     def opened(self, connection: "_Connection") -> bool:
-        """Add a connection; at the limit replace an idle one. Returns False if no connection is idle."""
+        """Add a connection; at the limit, close an idle one first. Returns False if no connection is idle."""
         if len(self._connections) >= self._max_connections:
             _log.warning(
                 "all %d connections of the http mode's port are taken: idle ones are closed",
@@ -145,7 +145,7 @@ class CheckServer:
 class _Wanted(dict[bytes, str]):
     """Maps a received header name to its lower-case name if the picker reads that header, else to ''.
 
-    Caches a limited number of short names, since Envoy sends the same names again.
+    Caches up to `_MAX_NAMES` short names, since Envoy sends the same names with each request.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -171,10 +171,10 @@ class _Connection(asyncio.Protocol):
         self._body = self._context.new_body()
         self._headers: dict[str, bytes] = {}
         self._url = b""
-        self._head_bytes = 0  # bytes parsed of the request, the body excluded
-        self._rest_bytes = 0  # bytes received of the request, the body excluded
+        self._head_bytes = 0  # bytes of the request, without the body, that were parsed
+        self._rest_bytes = 0  # bytes of the request, without the body, that were received
         self._in_head = self._arriving = False
-        self._unread_s = 0.0  # when the peer stopped reading answers; 0 while the peer reads
+        self._unread_s = 0.0  # the time when the peer stopped reading answers; 0 while the peer reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
         self._refused: RequestError | None = None  # the refusal to send once the whole request has arrived
@@ -192,7 +192,7 @@ class _Connection(asyncio.Protocol):
             return
         whole_s = self._context.settings.extproc.body_timeout
         if now_s - self._last_byte_s > STALLED_S or now_s - self._began_s > whole_s:
-            self._refuse(BodyStalled("the rest of the request did not come"))
+            self._refuse(BodyStalled("the rest of the request did not arrive"))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -202,7 +202,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # Called by asyncio.
+    # asyncio calls the following methods.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -220,7 +220,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._task is not None:
-            self.close()  # a second request: Envoy sends requests only after the previous answer
+            self.close()  # a second request before the answer to the first: Envoy sends no such request
             return
         self._rest_bytes += len(data)
         try:
@@ -230,12 +230,12 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as fault:
             self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
         else:
-            # This limit also covers an unfinished header of any length, and a body in tiny chunks.
+            # This limit also stops an unfinished header of any length, and the overhead of tiny body chunks.
             if self._arriving and self._rest_bytes > _MAX_HEAD_BYTES + self._body.size_bytes:
                 self._refuse(_head_too_large())
 
     def pause_writing(self) -> None:
-        """Read no further request while the peer does not read its answers."""
+        """Stop reading requests while the peer does not read its answers."""
         self._unread_s = self._context.clock()
         if self._transport is not None:
             self._transport.pause_reading()
@@ -255,11 +255,11 @@ class _Connection(asyncio.Protocol):
             self._context.open_requests.ended()
         self._arriving = False
 
-    # The HTTP parser calls these methods. An exception here ends `feed_data` with an HttpParserCallbackError.
+    # The HTTP parser calls the following methods. If one raises, `feed_data` raises HttpParserCallbackError.
 
     def on_message_begin(self) -> None:
         if self._task is not None:
-            self._fail(BadRequest("a second request came before the answer to the first"))
+            self._fail(BadRequest("a second request came before the first was answered"))
         self._in_head = self._arriving = True
         self._head_bytes = 0
         self._server.began(self)
@@ -273,14 +273,14 @@ class _Connection(asyncio.Protocol):
         self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header if the picker reads that header; trailers are ignored."""
+        """Keep a header if the picker reads it; ignore trailers."""
         self._head_bytes += len(name) + len(value) + 4
         known = self._wanted[name]
         if known and self._in_head:
             self._headers.setdefault(known, value)
 
     def _check_head(self) -> None:
-        """Refuse complete headers or trailers that are too large; `data_received` limits incomplete ones."""
+        """Refuse complete headers or trailers that are too large; `data_received` refuses incomplete ones."""
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._fail(_head_too_large())
 
@@ -289,7 +289,7 @@ class _Connection(asyncio.Protocol):
         self._check_head()
         version = self._parser.get_http_version()
         if version not in _VERSIONS:
-            self._fail(BadRequest(f"HTTP/{version} is not served here; HTTP/1.1 is"))
+            self._fail(BadRequest(f"HTTP/{version} is not supported; use HTTP/1.1"))
         self._enter(self._headers.pop(POOL_HEADER, b""))
         try:
             self._body.expect(self._headers.get("content-length", b""))
@@ -305,7 +305,7 @@ class _Connection(asyncio.Protocol):
                 self._body.release()
                 self._refused = error
         else:
-            # Envoy reads an answer only when it has sent the whole body, so all further bytes are dropped.
+            # Envoy reads an answer only after it has sent the whole body, so drop the rest of the body.
             self._dropped_bytes += len(chunk)
             if self._dropped_bytes > 2 * self._context.settings.extproc.max_body_bytes:
                 self._fail(self._refused)
@@ -327,19 +327,19 @@ class _Connection(asyncio.Protocol):
             self._write(200 if self._server.ready else 503, "", b"", keep=keep)
         elif not url.startswith(PREFIX + b"/"):
             self._arriving = True
-            self._refuse(BadRequest("no check: its path does not begin with /check/"))
+            self._refuse(BadRequest("the request is no check: its path does not begin with /check/"))
         elif self._context.open_requests.closed or not self._server.is_open:
             self._context.open_requests.ended()
-            self.close()  # without an answer Envoy knows that nothing was done, and asks another replica
+            self.close()  # without an answer Envoy knows that nothing was done, and so asks another replica
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
-            self._task.add_done_callback(self._checked)  # the task may be cancelled before the task starts
+            self._task.add_done_callback(self._checked)  # also called for a task cancelled before it starts
 
     def _fail(self, error: RequestError) -> None:
         self._failed = error
         raise error
 
-    # Answers.
+    # Answer Envoy.
 
     async def _answer(self, method: bytes, url: bytes, keep: bool) -> None:
         check, headers, body = Check(self._context, url), self._headers, self._body
@@ -351,7 +351,7 @@ class _Connection(asyncio.Protocol):
             if answer.status == 200:
                 check.decision.client_left()
             return
-        self._task = None  # Envoy's next request can arrive before this task's callbacks run
+        self._task = None  # Envoy's next request may arrive before the callbacks of this task run
         check.decision.placed()
         self._write_answer(answer, keep=keep)
 
@@ -364,12 +364,12 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Refuse an invalid or incomplete request, and close the connection."""
+        """Refuse an invalid or incomplete request, then close the connection."""
         self._body.release()
         if self._arriving:
             self._arriving = False
             self._context.open_requests.ended()
-        if self._task is not None:  # an earlier request has no answer yet: write no other answer first
+        if self._task is not None:  # an earlier request has no answer yet, so write no later answer
             self.close()
             return
         self._write_answer(Check(self._context, self._url).refuse(error), keep=False)
@@ -385,7 +385,7 @@ class _Connection(asyncio.Protocol):
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
         if self._parser.get_method() == b"HEAD":
-            body = b""  # a check has the client's method: the answer to HEAD has no body
+            body = b""  # a check has the client's method, and an answer to HEAD has no body
         head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
         if not keep:
