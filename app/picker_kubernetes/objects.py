@@ -39,6 +39,7 @@ _MOST_WEIGHT = 1_000_000
 POOL_GROUP: Final = "inference.networking.k8s.io"
 # The reason in an object's condition if its pool does not exist; a fleet that serves the pool replaces it.
 _NO_POOL = "PoolNotFound"
+_RETRY_S = 30.0  # seconds until a failed call for a condition is repeated
 _TAKE_OVER_S = 30.0  # seconds for a condition's owner to update it for an object's new version
 _WRITE_S = 1.0  # seconds for writing conditions while changes wait; one slow API call takes up to 10 s
 _MOST_CYCLES = 8  # maximum cycles to find; finding one among a thousand rewrites takes about 2 ms
@@ -271,6 +272,7 @@ class InferenceObjects:
         self._pool, self._namespace = pool, namespace
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
+        self._retry: asyncio.TimerHandle | None = None
         self._known: dict[tuple[str, str], _Followed] = {}  # (collection's path, object's name) -> object
         self._pools_path = ""
         self._fleet, self._manager = fleet, ""
@@ -346,6 +348,12 @@ class InferenceObjects:
                 return
         await self._judge_of_others(api)
 
+    def _retry_later(self) -> None:
+        """Write conditions again after `_RETRY_S` seconds, even if no object changes."""
+        loop = asyncio.get_running_loop()
+        if self._retry is None or self._retry.when() <= loop.time():
+            self._retry = loop.call_later(_RETRY_S, self._changed.set)
+
     async def _judge_of_others(self, api: Api) -> None:
         """Write a condition to objects whose pool does not exist; the picker of an existing pool writes its
         own. Check each version of an object once: if its pool is created later, its picker takes over."""
@@ -364,7 +372,8 @@ class InferenceObjects:
                 except (KubernetesFault, msgspec.MsgspecError):
                     exists[pool] = None
             if exists[pool] is None:
-                continue  # look up the pool again after the next change of an object
+                self._retry_later()
+                continue
             each.judged = generation, pool
             if exists[pool]:
                 continue
@@ -406,7 +415,8 @@ class InferenceObjects:
             await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
         except KubernetesFault as fault:
             if fault.code != CONFLICT:
-                return  # the call failed; the next change of an object leads to another attempt
+                self._retry_later()
+                return
             what = f"{each.kind.name.lower()}s {metadata.name}"
             _log.info("another field manager owns the condition of %s, which stays: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)

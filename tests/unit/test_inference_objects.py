@@ -15,7 +15,8 @@ from picker_fleet.domain.bands import Band
 from picker_fleet.domain.config import parse
 from picker_fleet.ingress.intake import Ask, Intake
 from picker_fleet.state.accounting_token import Keyring
-from picker_kubernetes.api import Api
+from picker_kubernetes import objects as followed_objects
+from picker_kubernetes.api import Api, KubernetesFault
 from picker_kubernetes.objects import (
     InferenceObjects,
     LiveObjects,
@@ -167,6 +168,8 @@ class ObjectsOfTwoPools:
     def __init__(self) -> None:
         self.asked = asyncio.Queue[str]()
         self.answers = asyncio.Event()
+        self.written = asyncio.Queue[str]()
+        self.failures: list[KubernetesFault] = []
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
         if path.endswith("/inferencepools"):
@@ -196,8 +199,11 @@ class ObjectsOfTwoPools:
         yield b""
         await asyncio.Event().wait()
 
-    async def apply_status(self, *_: object, **__: object) -> None:
+    async def apply_status(self, path: str, *_: object, **__: object) -> None:
         await self.answers.wait()
+        self.written.put_nowait(path)
+        if self.failures:
+            raise self.failures.pop()
 
     async def __aenter__(self) -> "ObjectsOfTwoPools":
         return self
@@ -223,3 +229,20 @@ async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_rea
             await reported.get()
     assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]
     assert server.asked.empty()
+
+
+async def test_a_condition_is_written_again_after_a_failed_call_although_no_object_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(followed_objects, "_RETRY_S", 0.01)
+    server = ObjectsOfTwoPools()
+    server.answers.set()
+    server.failures = [KubernetesFault(503, "the API server restarts")]
+    followed = InferenceObjects(
+        "own", None, fleet="test", report=lambda *_: None, publishes=lambda: True,
+        api=lambda: cast(Api, server),
+    )  # fmt: skip
+    async with running(followed.run()), asyncio.timeout(10):
+        failed = await server.written.get()
+        while await server.written.get() != failed:
+            pass
