@@ -14,7 +14,7 @@
 --   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token, joined by
 --   tabs: flow, band, weight, cost, workload, criticality, model, endpoint, limit; alone=MS, the time of an admission
 --   without Redis, by the pool's clock; priority=N, the priority of a dynamic band, with the nearest named band in
---   `band`. Any further fields are used by replicas only.
+--   `band`. Only replicas use the further fields of a token.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)

@@ -298,7 +298,7 @@ class InferenceObjects:
                 await self._write_conditions(api)
 
     def _take(self, reflectors: Sequence[tuple[str, _Kind, Reflector[Any]]]) -> None:
-        """Report the priorities and splits of the current objects, and log new faults."""
+        """Report the priorities and traffic splits that objects define, and log objects' new faults."""
         known: dict[tuple[str, str], _Followed] = {}
         for path, kind, reflector in reflectors:
             for name, item in reflector.items.items():

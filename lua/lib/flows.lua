@@ -452,7 +452,7 @@ do
     return true
   end
 
-  -- Throttle `member` of request r's path, whose balance is short, until `wait_ms` have passed.
+  -- Throttle the tenant or flow queue `member`, whose limit does not suffice for request r, for `wait_ms`.
   function queue.wait_for_balance(r, member, wait_ms)
     local tag = queue.is_in_order(r.band, member)
     if not tag then return end

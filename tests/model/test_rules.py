@@ -10,7 +10,7 @@ from script_side import ScriptSide
 from shared_queue import named_bands
 
 CASES = dict[str, Any]
-TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with high bounds no request waits for stock
+TWO: CASES = {"endpoints": 2, "upper_per": 9}  # high bounds: no request waits because of the stock in flight
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 # With these settings the fleet finds the endpoints' limits.

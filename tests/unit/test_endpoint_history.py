@@ -204,7 +204,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
 
 @pytest.mark.parametrize("names_holders", [False, True])
 def test_memory_of_the_prefix_index_stays_within_the_stated_bound(names_holders: bool) -> None:
-    numbers, blocks = count(), 22_000  # a number at which a block takes most memory
+    numbers, blocks = count(), 22_000  # with so many blocks the index takes most memory for each
     gc.collect()
     tracemalloc.start()
     try:

@@ -296,7 +296,7 @@ MAXIMA = [
 
 
 @pytest.mark.parametrize(("name", "within", "value", "answer"), MAXIMA)
-def test_the_maximum_length_of_the_answer_is_charged_if_the_value_is_valid(
+def test_a_request_is_charged_for_its_maximum_answer_length_if_the_length_is_valid(
     name: str, within: str, value: object, answer: float | None
 ) -> None:
     fields = {within: {name: value}} if within else {name: value}
@@ -846,7 +846,7 @@ def test_a_configured_header_or_body_field_names_the_session(
 
 @pytest.mark.parametrize("unit", ["requests", "tokens"])
 @pytest.mark.parametrize("size", [1, SMALL_BYTES])
-def test_a_path_decides_whether_a_request_can_be_split_and_is_charged_an_answer(size: int, unit: str) -> None:
+def test_the_path_says_if_a_request_can_be_split_and_is_charged_for_an_answer(size: int, unit: str) -> None:
     text = json.dumps({"model": "m", "prompt": "x" * size, "input": ["x"] * 3}).encode()
     splits = ("v1/chat/completions", "p/v1/completions", "v1/responses")
     silent = (

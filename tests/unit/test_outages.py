@@ -31,7 +31,7 @@ from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import Notification, Placed, Renewal, Verdict
 
-UNSEEN_S = unseen_s(0.0)  # s of silence after which a resync does not restore a request
+UNSEEN_S = unseen_s(0.0)  # a resync restores no request without a sign of life for so many seconds
 PATIENT_S = 60.0  # seconds that a resync waits for the other replica; long, for a slow machine
 
 
@@ -204,7 +204,7 @@ async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered(
     await until(
         lambda: a.gate.failover.outage_count() is not None and b.gate.failover.outage_count() is not None
     )
-    await until(lambda: peers.asked)  # `a` gets no answer from `b` yet, and asks again
+    await until(lambda: peers.asked)  # replica `b` does not answer yet, so replica `a` asks again
     peers.gate = b.gate
     # Six requests take the recovered budget; the seventh waits until a request from before the outage ends.
     await until(lambda: sum(task.done() for task in waiting) == 6)
@@ -623,7 +623,7 @@ async def test_an_end_long_after_the_answer_releases_local_budget_if_this_replic
 
 
 async def test_the_end_of_an_owned_stream_releases_the_cost_of_the_request() -> None:
-    # The end of an owned stream (`standard`) has no accounting token.
+    # In mode `standard` the replica has the request's stream, so the stream's end needs no accounting token.
     bench = Bench(FULL)
     await bench.place("stream", stream_owned=True)
     bench.store.away = True
@@ -712,7 +712,7 @@ async def test_a_replica_counts_as_cut_off_while_it_lacks_redis_and_a_peer_reach
     assert not a.gate.is_cut_off
     assert not waiting.done()
     peers.gate = b.gate
-    with pytest.raises(StateUnavailable):  # the client must ask another replica
+    with pytest.raises(StateUnavailable):  # Envoy must try another replica
         await waiting
     assert a.gate.is_cut_off
     clock[0] += 60.0  # Redis answers replica `b` no longer
@@ -754,7 +754,7 @@ async def test_after_a_pause_a_replica_uses_its_budget_only_if_no_peer_has_used_
         if peer == "still lacks Redis":
             await waiting
         else:
-            with pytest.raises(StateUnavailable):  # the client must ask another replica
+            with pytest.raises(StateUnavailable):  # Envoy must try another replica
                 await waiting
 
 

@@ -177,7 +177,7 @@ class Tombstones:
         return answer
 
     def _epoch(self) -> str:
-        """A name of shared state and connection: when the name changes, Redis may lack tombstones."""
+        """Names Redis's data and the connection: when the name changes, Redis may have lost tombstones."""
         return f"{self._store.epoch} {self._store.connection_epoch}"
 
 

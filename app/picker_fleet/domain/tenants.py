@@ -28,7 +28,7 @@ MAX_NODES: Final = 10_000
 _MAX_PATH_BYTES = 512  # the same limit as for a flow's name
 _MAX_SEGMENT_BYTES = 256
 _ANY = "*"
-_MOST = 1e12  # a double in Lua adds up to a million such amounts exactly
+_MOST = 1e12  # maximum amount: Lua's doubles hold the sum of a million of them exactly
 
 Unit = Literal["requests", "tokens", "prompt_tokens", "answer_tokens"]
 _UNITS: Final[tuple[Unit, ...]] = ("requests", "tokens", "prompt_tokens", "answer_tokens")

@@ -28,7 +28,7 @@ _AUDIO_TOKENS_A_S = 25
 _PAGE_TOKENS, _PAGE_BYTES, _MOST_PAGES = 1500, 50_000, 1000
 _UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
 
-_MOST_OBJECTS = 10_000  # a body with more JSON objects is not searched for media
+_MOST_OBJECTS = 10_000  # a body with more JSON objects than this is not searched for media
 _MOST_HEADERS = 64
 _MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096

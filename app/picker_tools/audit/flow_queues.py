@@ -103,7 +103,7 @@ class FlowQueue:
     """The requests of one flow that wait in one band. `tag` is the flow's start tag while the flow is
     backlogged, else its finish tag; None if unknown.
 
-    `largest` is the largest share of all waiting and served requests of the flow. The log entry `tag_entry`
+    `largest` is the share of the flow's largest request, waiting or served. The log entry `tag_entry`
     last set the tag, which may be higher by `slack`. `service` is None unless the flow is backlogged. `level`
     is the order of an inner node's children. The check of G2 sets these fields.
 

@@ -40,7 +40,7 @@ _LEAST_KEPT = 1000  # balances without effect are dropped only if there are more
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A request's charge in each unit of limits; `units` is the charge in units of budgets."""
+    """A request's charge in tokens (limits), and in cost units (`units`; budgets)."""
 
     prompt: float
     answer: float
