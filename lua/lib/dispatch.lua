@@ -170,7 +170,8 @@ local function dispatch()
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
-  local most = settings.tenants and 16 or DISPATCH_LIMIT -- most grants; fewer with tenants: a grant may read nodes
+  local most = DISPATCH_LIMIT -- most grants
+  if settings.tenants then most = counters.queued > tenants.MOST_KNOWN and 8 or 16 end -- few nodes may be cached
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), most)
   if room > 0 then
     -- Estimate, exact if all costs are equal: one queued request fits for each request that this call has ended.

@@ -4,9 +4,10 @@
 -- charges requests to the limits. Uses reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua.
 -- Defines `tenants`.
 
-local tenants = {INNER = '\30'} -- the last byte of an inner node's name in orders; no flow has it
+-- INNER: the last byte of an inner node's name in orders; no flow has it. MOST_KNOWN: most paths and nodes to cache.
+local tenants = {INNER = '\30', MOST_KNOWN = 4096}
 do -- a chunk may have 200 locals
-  local INNER, INNER_BYTE, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 30, 8, 4096
+  local INNER, INNER_BYTE, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 30, 8, tenants.MOST_KNOWN
   local separator -- the separator that splits flows into the cached paths
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root

@@ -1,5 +1,6 @@
 """Tenants on simulated time: shares at each level of the tree, and limits that hold over all replicas."""
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -284,3 +285,18 @@ async def test_the_predicted_order_of_the_queue_is_the_order_of_service(fleet: O
         assert [row.name for row in (*page, *rest)] == [row.name for row in rows]
         (row,) = await a.store.reads.flow_queue("acme/ads/x")
         assert row == next(each for each in rows if each.name == row.name)._replace(oldest_s=row.oldest_s)
+
+
+def test_a_call_grants_fewer_requests_while_more_requests_wait_than_nodes_are_cached(it: TenantPool) -> None:
+    it.start(1, {}, total_capacity=10**6, flow_capacity=10**6, max_flows=10**6)
+    for first in range(0, 4128, 16):
+        it.call("admit", "a", *(arrival(f"w{n}", flow=f"acme/{n}") for n in range(first, first + 16)))
+    roomy = {"upper_per": 10**4, "lower_per": 10**4}
+    it.call("tune", "a", json.dumps(roomy), "{}")
+    waiting = [it.queued()]
+    while waiting[-1] > 4060:
+        it.call("cancel", "a")
+        waiting.append(it.queued())
+    granted = {before: before - after for before, after in itertools.pairwise(waiting)}
+    assert {count for before, count in granted.items() if before > 4096} == {8}
+    assert {count for before, count in granted.items() if before <= 4096} == {16}
