@@ -37,11 +37,12 @@ class Upload:
         """Send headers and all of `body`, but do not end the stream."""
         self._h2.send_headers(1, [*_HEAD, *fields])
         await self._flush()
-        while body:
-            while not (room := min(self._h2.local_flow_control_window(1), 16_384, len(body))):
+        at = 0
+        while at < len(body):
+            while not (room := min(self._h2.local_flow_control_window(1), 16_384, len(body) - at)):
                 await self._receive()
-            self._h2.send_data(1, body[:room])
-            body = body[room:]
+            self._h2.send_data(1, body[at : at + room])
+            at += room
             await self._flush()
 
     async def send_invalid(self) -> None:
