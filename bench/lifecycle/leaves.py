@@ -7,35 +7,28 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.lifecycle.workload import BATCH, USAGE
-from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
+from bench.lifecycle.workload import BATCH, OWNER, USAGE, four_limits
+from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids, request_id
 
-_OWNER = "x2k4p-9f3c1a7e"
 _TEAMS, _KEYS = 10, 100  # teams of an organisation, keys of a team
 _ACTIVE, _ROUNDS = 10_000, 1500
 _IN_FLIGHT, _ENDPOINTS, _PLENTY = 64, 4, 1e8
 _SWEEP_EVERY_S = 1.0
-_TOKENS = '{"unit":"tokens","amount":1e12,"per_ms":60000}'
-_LIMITS = (
-    *("*", f'{{"limits":[{_TOKENS}],"max_parallel":1e6}}'),
-    *("*/*", '{"limits":[{"unit":"requests","amount":1e9,"per_ms":1000}]}'),
-    *("*/*/*", f'{{"limits":[{_TOKENS}]}}'),
-)
 
 
 class _Leaves(ScriptPool):
     """A pool whose flows are keys of teams of organisations. `calls_us`: server CPU of each call."""
 
     def __init__(self, server: Server) -> None:
-        super().__init__(server, "leaves", _OWNER)
+        super().__init__(server, "leaves", OWNER)
         self.calls_us: list[float] = []
         self._running: deque[str] = deque()
         self._random = random.Random(1)
         self._made, self._swept_s = 0, 0.0
         server.forget()
-        self.call("heartbeat", _OWNER, "{}", NEVER_MS)
+        self.call("heartbeat", OWNER, "{}", NEVER_MS)
         self.publish(_ENDPOINTS, _PLENTY, tenants={"separator": "/"})
-        self.call("set_tenants", _OWNER, "tenants", *_LIMITS)
+        self.call("set_tenants", OWNER, "tenants", *four_limits("*", "*/*", "*/*/*"))
 
     def execute(self, command: Sequence[Any]) -> Any:
         before = self.server.cpu_us()
@@ -47,10 +40,10 @@ class _Leaves(ScriptPool):
         ids, requests = [], []
         for leaf in leaves:
             self._made += 1
-            ids.append(f"{self._random.getrandbits(64):016x}-{self._made:019d}")
+            ids.append(request_id(self._random, self._made))
             flow = f"org-{leaf // (_TEAMS * _KEYS)}/team-{leaf // _KEYS % _TEAMS}/key-{leaf % _KEYS}"
             requests.append(arrival(ids[-1], flow, ttl_ms=NEVER_MS, prompt_tokens=100, answer_tokens=50))
-        replies = self.call("admit", _OWNER, *requests)[4:]
+        replies = self.call("admit", OWNER, *requests)[4:]
         self._running += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]
 
     def end(self, count: int) -> None:
@@ -61,7 +54,7 @@ class _Leaves(ScriptPool):
         self._running += granted
         if time.monotonic() - self._swept_s >= _SWEEP_EVERY_S:
             self._swept_s = time.monotonic()
-            self.call("sweep", _OWNER, 1000, 60_000, 600_000, NEVER_MS)
+            self.call("sweep", OWNER, 1000, 60_000, 600_000, NEVER_MS)
 
 
 def measure_leaves(server: Server, known: int) -> tuple[float, list[float]]:
@@ -77,7 +70,7 @@ def measure_leaves(server: Server, known: int) -> tuple[float, list[float]]:
         pool.end(BATCH)
     leaf_bytes = (server.memory_bytes() - empty_bytes) / known
     per = _IN_FLIGHT / _ENDPOINTS
-    pool.call("tune", _OWNER, json.dumps({"upper_per": per, "lower_per": per}), "{}")
+    pool.call("tune", OWNER, json.dumps({"upper_per": per, "lower_per": per}), "{}")
     arrivals = random.Random(3).choices(order[:_ACTIVE], k=2 * _ACTIVE + BATCH * _ROUNDS)
     for number, batch in enumerate(_batches(arrivals)):
         pool.admit(batch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import hiredis
 
-from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
+from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids, request_id
 from picker_fleet.state.batching import MAX_BATCH
 from picker_fleet.state.store import PACKED_USAGE
 
@@ -19,7 +19,7 @@ _IN_FLIGHT = 4 * BATCH
 _PLENTY = 100_000
 _FILL = 64
 _GRACE_MS = 60_000
-_OWNER = "x2k4p-9f3c1a7e"  # this id has the length of a replica's id in Kubernetes
+OWNER = "x2k4p-9f3c1a7e"  # this id has the length of a replica's id in Kubernetes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Workload(ScriptPool):
     def __init__(
         self, server: Server, size: Size, seed: int, *, watched: bool = False, placed: bool = True
     ) -> None:
-        super().__init__(server, "bench", _OWNER)
+        super().__init__(server, "bench", OWNER)
         self._placed = placed
         self._size = size
         self._random = random.Random(seed)
@@ -60,14 +60,14 @@ class Workload(ScriptPool):
         # Hash of a command → server CPU in µs; None: do not record.
         self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
-        for replica in (_OWNER, "silent"):
+        for replica in (OWNER, "silent"):
             self.call("heartbeat", replica, "{}", NEVER_MS)
         tenants = {"tenants": {"separator": "/"}} if size.limited else {}
         self.publish(
             size.endpoints, _IN_FLIGHT if size.queued else _PLENTY, ordering=size.ordering, **tenants
         )
         if size.limited:
-            self.call("set_tenants", _OWNER, "tenants", *_LIMITS)
+            self.call("set_tenants", OWNER, "tenants", *four_limits("acme", "acme/search", "acme/search/*"))
         self.empty_bytes = server.memory_bytes()
         self._running.extend(self.admit(_IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
@@ -86,10 +86,10 @@ class Workload(ScriptPool):
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
             self._swept += 1  # this argument makes each call unique: the slow log identifies calls by command
-            more = bool(self.call("sweep", _OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
+            more = bool(self.call("sweep", OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
 
     def change_settings(self, **settings: Any) -> None:
-        self.call("tune", _OWNER, json.dumps(settings), "{}")
+        self.call("tune", OWNER, json.dumps(settings), "{}")
 
     def set_bound(self, stock: float) -> None:
         """Set the upper and lower bound to `stock` requests."""
@@ -97,7 +97,7 @@ class Workload(ScriptPool):
 
     def expire_silent(self, silence_ms: int) -> None:
         """Send this replica's heartbeat, then make replicas without heartbeat silent after `silence_ms`."""
-        self.call("heartbeat", _OWNER, "{}", silence_ms)
+        self.call("heartbeat", OWNER, "{}", silence_ms)
         self.change_settings(silence_ms=silence_ms)
 
     def registry_bytes(self) -> int:
@@ -119,7 +119,7 @@ class Workload(ScriptPool):
             self._go_on(self.settle(ending)[1])
 
     def admit(
-        self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = NEVER_MS, owner: str = _OWNER
+        self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = NEVER_MS, owner: str = OWNER
     ) -> list[str]:
         """Admit `count` requests. Returns the ids of requests that were placed at once."""
         placed: list[str] = []
@@ -128,8 +128,7 @@ class Workload(ScriptPool):
             ids = []
             for _ in range(min(batch, count - at)):
                 self._made += 1
-                # The id is as long as Envoy's request ids.
-                id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
+                id = request_id(self._random, self._made)
                 flow = f"acme/search/{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
                 candidates = "*" if self._placed else _FIRST
@@ -159,11 +158,15 @@ class Workload(ScriptPool):
 _FIRST = "10.0.0.0:8000"
 USAGE = PACKED_USAGE.pack(90, 0, 40)
 _TOKENS = '{"unit":"tokens","amount":1e12,"per_ms":60000}'
-_LIMITS = (
-    *("acme", f'{{"limits":[{_TOKENS}],"max_parallel":1e6}}'),
-    *("acme/search", '{"limits":[{"unit":"requests","amount":1e9,"per_ms":1000}]}'),
-    *("acme/search/*", f'{{"limits":[{_TOKENS}]}}'),
-)
+
+
+def four_limits(top: str, middle: str, leaf: str) -> tuple[str, ...]:
+    """Arguments of the script `set_tenants`: these nodes get four limits, which no request reaches."""
+    return (
+        *(top, f'{{"limits":[{_TOKENS}],"max_parallel":1e6}}'),
+        *(middle, '{"limits":[{"unit":"requests","amount":1e9,"per_ms":1000}]}'),
+        *(leaf, f'{{"limits":[{_TOKENS}]}}'),
+    )
 
 
 _CALLS = 150  # limit for the calls of each kind of upkeep

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,11 @@ def arrival(
     numbers = {"weight": 1, "cost": 1, "criticality": 3, **others}
     texts = (request_id, "1", flow, workload, "llama", candidates, "")
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
+
+
+def request_id(dice: random.Random, number: int) -> str:
+    """The id of request `number`, as long as Envoy's request ids."""
+    return f"{dice.getrandbits(64):016x}-{number:019d}"
 
 
 class Server:

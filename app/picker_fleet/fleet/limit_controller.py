@@ -209,7 +209,6 @@ class LimitController:
         since_s, known.page_s = read_s - known.page_s, read_s
         before, known.preemptions = known.preemptions, page.preemptions
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
-        ended = self._rate * seen.requests * since_s
         if read_s < known.changed_s + _SETTLED_S:
             return
         # A request may be several sequences in the engine, and others may use the engine, too.
@@ -229,7 +228,10 @@ class LimitController:
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
             why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
-        elif preempted > max(1.0, page.running * _PREEMPTED) and preempted > ended * _PREEMPTED_OF_ENDED:
+        elif (
+            preempted > max(1.0, page.running * _PREEMPTED)
+            and preempted > self._rate * seen.requests * since_s * _PREEMPTED_OF_ENDED
+        ):
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
         elif may_grow and seen.is_on_page and _is_reached(known, seen):
