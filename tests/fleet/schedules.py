@@ -439,11 +439,11 @@ class World:
         if seen and stock > (most := self._most_running(seen)):
             raise AssertionError(f"G1, G8: stock {stock:g} at {self.loop.time():.2f} s, bound {most:g}")
         if self.schedule.kinds <= HARMLESS:
-            self._check_limits()
+            self._check_limits(seen)
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, running: Sequence[Running]) -> None:
         """Check the limits of tenants and endpoints, which hold exactly while no replica loses Redis."""
-        extras, running = self.schedule.extras, self.running.values()
+        extras = self.schedule.extras
         for path, most in PARALLEL.items() if "tenants" in extras else ():
             count = sum(f"{each.flow}/".startswith(f"{path}/") for each in running)
             if count > most:

@@ -14,6 +14,7 @@ class HistoryCheck:
     """`faults`: the broken rules, as text. `ends`: number of served requests by the event that ended them.
 
     `resumed`: number of served requests that a stopped replica ended, too. `entries`: entries in the log.
+    `highest_stock`: the highest stock after an admission. A restored request may raise the stock further.
     """
 
     faults: tuple[str, ...]
@@ -23,6 +24,7 @@ class HistoryCheck:
     highest_stock: float
 
 
+_ADMITTED = frozenset(("bypassed", "granted"))
 _ENDED_BY_STOPPED_REPLICA = frozenset(("abandoned", "cancelled", "withdrawn", "reclaimed"))
 
 
@@ -86,5 +88,5 @@ def check_history(
             ]
             faults.append(f"{request} was served and ended as {ends[request]}: {', '.join(steps)}")
         counted[ends[request][-1] if ends[request] else "unknown"] += 1
-    highest_stock = max((float(entry["stock"]) for entry in log), default=0.0)
-    return HistoryCheck(tuple(faults), counted, resumed, len(log), highest_stock)
+    stocks = (float(entry["stock"]) for entry in log if entry["event"] in _ADMITTED)
+    return HistoryCheck(tuple(faults), counted, resumed, len(log), max(stocks, default=0.0))

@@ -61,7 +61,8 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_the_option_may_r
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
     # A late renewal restores a reclaimed request. If its end is lost too, its lease ends it once more.
-    log = [*lifecycle_log("reclaimed"), entry(3, "restored", stock=1), entry(4, "reclaimed")]
+    log = [*lifecycle_log("reclaimed"), entry(3, "restored", stock=2), entry(4, "reclaimed")]
+    assert check_history([], log).highest_stock == 1
     assert faults([served()], log, may_end=("reclaimed",)) != []
     assert faults([served()], log, may_end=("reclaimed",), may_resume=True) == []
     # Two valid ends of one request are always a fault. A log that was deleted meanwhile may lack a request.
