@@ -9,6 +9,7 @@ or as often as half a core allows.
 import asyncio
 import itertools
 import json
+import math
 import random
 import ssl
 import struct
@@ -58,8 +59,8 @@ REDIS_USER = "other"  # a Redis user for another pool than the fleet's; any pass
 
 class Target(NamedTuple):
     """Addresses as host:port: Envoy's listener, the replicas' ports for gRPC, administration and mode `http`
-    (if any), and Redis. `tls` are the gRPC ports if these speak TLS, with `certificate`. If `flat_out`,
-    attacks make no pauses.
+    (if any), and Redis. `tls` are the gRPC ports if these speak TLS, with `certificate`. Attacks' pauses are
+    divided by `rate`; with inf, attacks make no pauses.
     """
 
     envoy: tuple[str, ...]
@@ -69,7 +70,7 @@ class Target(NamedTuple):
     redis: tuple[str, ...]
     tls: tuple[str, ...]
     certificate: str
-    flat_out: bool
+    rate: float
 
 
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
@@ -164,7 +165,7 @@ async def _flood(part: str, floods: Sequence[tuple[bytes, bytes]], target: Targe
         while not ended.done():
             writer.write(again)
             await writer.drain()
-            await asyncio.sleep(0 if target.flat_out else 0.01)
+            await asyncio.sleep(0.01 / target.rate)
         return await ended
 
 
@@ -283,7 +284,7 @@ async def _reset(target: Target, number: int) -> str:
             if number % 3 < 2:
                 writer.write(b"".join(ends))
             await writer.drain()
-            await asyncio.sleep(max(0.0, begun_s + done / _RESETS_PER_S - clock()))
+            await asyncio.sleep(max(0.0, begun_s + done / _RESETS_PER_S / target.rate - clock()))
     return "reset"
 
 
@@ -642,8 +643,8 @@ async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcom
             outcomes["under way"] += 1
             raise
         outcomes[outcome] += 1
-        pause_s = max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock())
-        await asyncio.sleep(0 if target.flat_out else pause_s)
+        least_s, every_s = _LEAST_PAUSE_S / target.rate, attack.every_s / target.rate
+        await asyncio.sleep(max(least_s, begun_s + every_s - clock()))
 
 
 async def _limit_cpu() -> None:
@@ -665,10 +666,11 @@ def possible(target: Target, only: str) -> list[Attack]:
 async def _attack_until_eof(target: Target, only: str) -> None:
     attacks = possible(target, only)
     outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in attacks}
-    attacking = [asyncio.create_task(_limit_cpu())] if target.flat_out else []
+    flat_out = math.isinf(target.rate)
+    attacking = [asyncio.create_task(_limit_cpu())] if flat_out else []
     for attack in attacks:
         numbers = itertools.count()
-        for _ in range(max(attack.at_once, _FLAT_OUT if target.flat_out else 0)):
+        for _ in range(max(attack.at_once, _FLAT_OUT if flat_out else 0)):
             repeating = _repeat(attack, target, numbers, outcomes[attack.name])
             attacking.append(asyncio.create_task(repeating))
     print("attacking", flush=True)

@@ -83,7 +83,7 @@ def _peak_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def _running_fleet(
-    replicas: int, servers: int, mode: Mode, flat_out: bool
+    replicas: int, servers: int, mode: Mode, rate: float
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
     """Run the fleet within the `with` block. Yields attackers' addresses, and process ids by name."""
     async with contextlib.AsyncExitStack() as stack:
@@ -125,7 +125,7 @@ async def _running_fleet(
             tls=grpc if certificate else (),
             certificate=certificate,
             redis=(urlsplit(fleet.state["redis"]).netloc,),
-            flat_out=flat_out,
+            rate=rate,
         )
         pids = {f"replica-{number}": int(part["pid"]) for number, part in enumerate(parts, 1)}
         pids |= {f"endpoint-{number}": each.pid for number, each in enumerate(honest.values(), 1)}
@@ -245,13 +245,13 @@ async def attack_fleet(
     mode: Mode,
     only: str = "",
     each: bool = False,
-    flat_out: bool = False,
+    rate: float = 1.0,
 ) -> HostileReport:
     """Send `per_s` honest requests a second by HTTP/1.1 and half of that by HTTP/2: `calm_s` seconds without
     attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control. If
-    `each`, the attacks run one after another. If `flat_out`, attacks use half a core, without pauses."""
+    `each`, the attacks run one after another. `rate` divides their pauses; with inf they use half a core."""
     report = HostileReport()
-    async with _running_fleet(replicas, servers, mode, flat_out) as (target, pids):
+    async with _running_fleet(replicas, servers, mode, rate) as (target, pids):
         before_s = _cpu_s(pids)
         await _calm(target, report.calm, per_s, calm_s)
         calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0

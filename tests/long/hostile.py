@@ -22,12 +22,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=MODES, default="lean")
     parser.add_argument("--only", default="", metavar="TEXT", help="only attacks whose names contain TEXT")
     parser.add_argument("--each", action="store_true", help="one attack after another, --minutes each")
-    parser.add_argument("--flat-out", action="store_true", help="attack without pauses, with half a core")
+    rate = "divide the attacks' pauses by N; inf: attack without pauses, with half a core"
+    parser.add_argument("--rate", type=float, default=1.0, metavar="N", help=rate)
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    chosen = {name: getattr(options, name) for name in ("mode", "only", "each", "flat_out")}
+    chosen = {name: getattr(options, name) for name in ("mode", "only", "each", "rate")}
     report = asyncio.run(attack_fleet(replicas=3, servers=4, per_s=15.0, **chosen, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.control.last_s, 0.99)
     faults = report.faults()
