@@ -21,6 +21,7 @@ class Engine:
     sequences: int = 1  # number of sequences of a request
     has_page: bool = True
     passed_on: int = 10**9  # most requests that the API server passes on
+    on_way: int = 0  # requests between the fleet and the engine
 
     def running(self, in_flight: int) -> int:
         return min(in_flight * self.sequences, self.slots, self.passed_on, int(self.kv_tokens / self.tokens))
@@ -28,6 +29,7 @@ class Engine:
     def page(self, in_flight: int, age_s: float = 0.1) -> Page | None:
         if not self.has_page:
             return None
+        in_flight = max(in_flight - self.on_way, 0)
         running = self.running(in_flight)
         kv = min(running * self.tokens / self.kv_tokens, 1.0)
         passed_on = min(in_flight * self.sequences, self.passed_on)
@@ -137,10 +139,30 @@ def test_preemptions_lower_an_engines_limit_unless_many_more_requests_have_ended
     engine = Engine(32)
     pool = Pool({A: engine}, lasts_s=lasts_s)
     pool.run(20)
-    before = pool.controller.limits()[A]
-    engine.preemptions += 3
+    for _ in range(8):
+        engine.preemptions += 6
+        pool.run(1)
+    assert ("preempted" in pool.reason()) == is_lowered
+    assert (pool.controller.limits()[A] < 32) == is_lowered
+
+
+def test_a_single_burst_of_preemptions_does_not_lower_a_limit() -> None:
+    engine = Engine(32)
+    pool = Pool({A: engine})
+    pool.run(20)
+    before = pool.controller.limits()
+    engine.preemptions += 8
     pool.run(1)
-    assert (pool.controller.limits()[A] < before) == is_lowered == ("preempted" in pool.reason())
+    assert pool.controller.limits() == before
+
+
+@pytest.mark.parametrize(("lasts_s", "least", "most"), [(0.5, 8, 12), (8.0, 1, 4)])
+def test_as_many_requests_wait_in_the_engine_as_are_on_their_way_if_they_end_soon(
+    lasts_s: float, least: int, most: int
+) -> None:
+    pool = Pool({A: Engine(32, on_way=12)}, lasts_s=lasts_s)
+    pool.run(60)
+    assert all(least <= limits[A] - 32 - 12 <= most for limits in pool.run(60))
 
 
 def test_a_request_refused_by_an_engine_lowers_its_limit() -> None:

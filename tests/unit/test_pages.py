@@ -60,7 +60,7 @@ SENTENCES = [
     ("architecture", f"within its TTL and {LATE_S:g} s"),
     ("redis-schema", f"or {reads.SnapshotTimes().claim_ms / 1000:g} s if it never ended"),
     ("limits", f"the KV cache is {limit_controller._KV_NEAR * 100:g} % full | ceases to double"),
-    ("limits", f"or what ends within {limit_controller._SLACK_S:g} s"),
+    ("limits", f"at most those that end within {limit_controller._SLACK_S:g} s"),
     ("limits", f"falls to {limit_controller._CUT:g} of the running"),
     ("limits", f"the limit stays for {limit_controller._FIRST_PAUSE_S:g} s."),
     ("limits", f"to at most {limit_controller._LONGEST_PAUSE_S:g} s. A page read less than"),

@@ -21,17 +21,19 @@ fraction of running requests gives the number of running tokens. A load below th
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-# How much may wait in the engine, so that its batch stays full: a fraction of the batch, or the requests that
-# end within a time. The fleet fills a freed slot in a few ms on a calm host, in some 100 ms on a busy one.
+# How much may wait in the engine, so that its batch stays full: a fraction of the batch, or as many requests
+# as were on their way (in flight, but not on a page), at most those that end within a time. The fleet fills a
+# freed place in a few ms on a calm host, in some 100 ms on a busy one; requests of one length that began
+# together free all places at once.
 _SLACK: Final = 1 / 16
-_SLACK_S: Final = 0.1
+_SLACK_S: Final = 0.3
+_REMEMBERED: Final = 0.98  # factor, at each page, for the most requests that were on their way
 _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
-# Preemptions between two pages are a signal above both fractions: of the batch, and of the ended requests. A
-# preempted request repeats half of its work on average: fewer preemptions cost less than a lower limit.
-_PREEMPTED: Final = 1 / 16
-_PREEMPTED_OF_ENDED: Final = 1 / 8
+# Preemptions on the kept pages are a signal above this fraction of the batch and of the ended requests: a
+# preempted request repeats only its prefill, so fewer preemptions cost less than a lower limit.
+_PREEMPTED: Final = 1 / 4
 _CONFIRMED: Final = 2  # this many pages in a row with a queue in the engine are a signal
 _DEEPEST_CUT: Final = 0.5  # one step cuts a limit at most to this fraction
 _CUT: Final = 0.93  # factor for a limit at which requests were preempted or refused
@@ -39,7 +41,7 @@ _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
 _SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
-_KEPT: Final = 8  # most pages since the last change whose figures are kept
+_KEPT: Final = 8  # most pages since the last change of the limit whose figures are kept
 # Trials without pages: a trial lasts until enough requests have ended to compare rates, but not too long.
 _TRIAL_S: Final = 3.0
 _TRIAL_REQUESTS: Final = 40
@@ -97,6 +99,14 @@ class Observation:
         return f"{self.in_flight}{'' if self.tokens is None else ' tokens'} in flight"
 
 
+class _Figures(NamedTuple):
+    """Of one page: the load that runs, and the requests preempted and ended since the page before."""
+
+    running: float
+    preempted: float
+    ended: float
+
+
 @dataclass(slots=True)
 class EndpointLimit:
     """The limit of one endpoint. `reason` says why the limit last moved, `changed_s` when."""
@@ -112,7 +122,8 @@ class EndpointLimit:
     queued_pages: int = 0  # pages in a row that showed a queue in the engine
     preemptions: float | None = None
     refusals: int | None = None
-    running: list[float] = field(default_factory=list)  # running requests on each page since the last change
+    on_way: float = 0.0  # most requests in flight, but not on a page, on recent pages
+    pages: list[_Figures] = field(default_factory=list)  # since the last change, at most _KEPT
 
 
 @dataclass(slots=True)
@@ -214,10 +225,13 @@ class LimitController:
         # A request may be several sequences in the engine, and others may use the engine, too.
         sequences = page.running + page.waiting
         runs = seen.in_flight * page.running / sequences if page.waiting else seen.in_flight
-        known.running = [*known.running[1 - _KEPT :], runs]
-        batch = max(known.running)
+        ended = self._rate * seen.requests * since_s
+        known.pages = [*known.pages[1 - _KEPT :], _Figures(runs, preempted, ended)]
+        batch = max(each.running for each in known.pages)
+        known.on_way = max(seen.requests - sequences, known.on_way * _REMEMBERED)
+        refill = min(known.on_way, self._rate * seen.requests * _SLACK_S)
+        share = max(_SLACK, refill * seen.mean_request / max(batch, 1.0))
         one = math.ceil(seen.mean_request)
-        share = max(_SLACK, self._rate * _SLACK_S)
         slack = max(one, int(batch * share))
         is_queueing = page.waiting > max(1.0, page.running * share)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
@@ -228,9 +242,10 @@ class LimitController:
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
             why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
-        elif (
-            preempted > max(1.0, page.running * _PREEMPTED)
-            and preempted > self._rate * seen.requests * since_s * _PREEMPTED_OF_ENDED
+        elif (preempted := sum(each.preempted for each in known.pages)) > max(
+            1.0,
+            page.running * _PREEMPTED,
+            sum(each.ended for each in known.pages) * _PREEMPTED,
         ):
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
@@ -256,7 +271,7 @@ class LimitController:
     def _move(known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
         if limit != known.limit:
             known.limit, known.reason, known.changed_s = limit, why, now_s
-            known.running, known.queued_pages = [], 0
+            known.pages, known.queued_pages = [], 0
 
     def _try(
         self,
