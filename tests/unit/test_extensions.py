@@ -118,6 +118,17 @@ def test_a_stage_may_have_an_installed_scorer_of_its_own(installed: Callable[...
         settings_with({"scheduling": {"stages": {"prefill": {"scorers": {"racks": 1}}}}})
 
 
+def test_parameters_in_the_list_of_scorers_stay_beside_those_in_scorer_parameters(
+    installed: Callable[..., None],
+) -> None:
+    installed(PARAMETERS, {"racks": "EXTENSION", "shelves": "EXTENSION"})
+    tree = scheduling("racks", rack="1")
+    tree["scheduling"]["stages"] = {"prefill": {"scorers": {"shelves": 1}}}
+    tree["scheduling"]["scorer_parameters"] = {"shelves": {"rack": "2"}}
+    own = settings_with(tree).scheduling.scorer_parameters
+    assert own == {"racks": {"rack": "1"}, "shelves": {"rack": "2"}}
+
+
 @cases("source, entries, tree, message", {
     "no such scorer": (SCORERS, GOOD, scheduling("third"),
      "no scorer is named 'third'; valid: queue-depth,.*random, raises, second"),

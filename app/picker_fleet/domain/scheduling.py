@@ -189,15 +189,18 @@ class Scheduling(Section):
     @model_validator(mode="before")
     @classmethod
     def _parameters_apart(cls, tree: Any) -> Any:
-        """Move the `parameters` of a list of scorers to `scorer_parameters`."""
+        """Move the `parameters` of a list of scorers to `scorer_parameters`, whose own entries win."""
         listed = tree.get("scorers") if isinstance(tree, Mapping) else None
         scorers, parameters = [], {}
         for entry in listed if isinstance(listed, list | tuple) else ():
-            own = dict(entry) if isinstance(entry, Mapping) else entry
-            if isinstance(own, dict) and "parameters" in own:
-                parameters[str(own.get("name"))] = own.pop("parameters")
-            scorers.append(own)
-        return {"scorer_parameters": parameters, **tree, "scorers": scorers} if parameters else tree
+            use = dict(entry) if isinstance(entry, Mapping) else entry
+            if isinstance(use, dict) and "parameters" in use:
+                parameters[str(use.get("name"))] = use.pop("parameters")
+            scorers.append(use)
+        own = (tree.get("scorer_parameters") or {}) if parameters else None
+        if not isinstance(own, Mapping):
+            return tree
+        return {**tree, "scorers": scorers, "scorer_parameters": {**parameters, **own}}
 
     @model_validator(mode="after")
     def _parameters_fit(self) -> Self:
