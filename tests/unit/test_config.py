@@ -284,6 +284,8 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert message == f"scheduling.latency.delta: {valid} alpha, beta, gamma"
     message = fault({"discovery": {"static": ["10.0.0.1:8000"]}})
     assert message.startswith("discovery.static.0: must be a mapping; valid here: address, labels,")
+    message = fault({"scheduling": {"scorers": {"nope": 1}}})
+    assert message.startswith("scheduling.scorers.nope: no scorer is named 'nope'; valid: queue-depth,")
     assert "no method and path" in fault({"extproc": {"paths": ["/v1/x"]}})
     # `redis.silence` must be shorter than a lease.
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))

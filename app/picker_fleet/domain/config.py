@@ -459,7 +459,7 @@ def _place(loc: Loc, tree: Mapping[str, Any]) -> str:
     """The keys of `loc`, joined by dots; a tenant node's number is followed by its path."""
     parts: list[str] = []
     at: Any = tree
-    for key in loc:
+    for key in loc if loc[-1:] != ("[key]",) else loc[:-1]:  # pydantic's mark of an invalid key
         try:
             at = at[key]
         except (LookupError, TypeError):
