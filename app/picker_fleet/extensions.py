@@ -15,11 +15,12 @@ An extension is a distribution with an entry point that names an `Extension`:
     EXTENSION = Extension(version=1, make=make, parameters=Parameters)
 
 `version` is the number of the interface for which you wrote the extension; never pass `VERSION` there. The
-folder `examples/extension` is a complete distribution. The configuration names extensions:
+folder `examples/extension` is a complete distribution. The configuration names extensions; a stage's scorers
+take their parameters from `scheduling.scorer_parameters`:
 
 | group | protocol | key |
 |---|---|---|
-| `picker_fleet.scorers` | `Scorer` | `scheduling.scorers: [{name, weight, parameters}]`, or of a stage |
+| `picker_fleet.scorers` | `Scorer` | `scheduling.scorers: [{name, weight, parameters}]` |
 | `picker_fleet.filters` | `Filter` | `scheduling.filters: [{name, parameters}]` |
 | `picker_fleet.orderings` | `Ordering` | `fair_request_queue: {ordering: edf, due: {name, parameters}}` |
 | `picker_fleet.cost_estimators` | `CostEstimator` | `fair_request_queue.cost: {name, parameters}` |

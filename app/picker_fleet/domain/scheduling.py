@@ -73,7 +73,9 @@ def weights_by_name(value: Any) -> dict[Any, Any]:
     weights: dict[Any, Any] = {}
     for entry in value if isinstance(value, list | tuple) else (value,):
         if not isinstance(entry, Mapping) or not {"name"} <= entry.keys() <= {"name", "weight"}:
-            raise ValueError("must map scorers to weights, or list {name, weight}")
+            theirs = isinstance(entry, Mapping) and "parameters" in entry
+            where = "; its parameters belong in scheduling.scorer_parameters" if theirs else ""
+            raise ValueError(f"must map scorers to weights, or list {{name, weight}}{where}")
         name = str(entry["name"])
         if name in weights:
             raise ValueError(f"scorer {name[:40]} is named twice")
