@@ -281,6 +281,7 @@ PROMPT = b'{"model": "llama", "prompt": "tell me more", "n": 3}'
     "in requests": ("requests", "return 2.5 * it.sequences", 7.5),
     "in tokens": ("tokens", "return 2.0 * it.body_bytes", 2.0 * len(PROMPT)),
     "no cost: as without": ("requests", "return 0", 3.0),
+    "a cost that the stock would lose in rounding": ("requests", "return 1e-7", 3.0),
 })  # fmt: skip
 def test_an_installed_cost_estimator_replaces_the_built_in_estimate(
     installed: Callable[..., None], unit: str, body: str, cost: float

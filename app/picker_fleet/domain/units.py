@@ -200,6 +200,7 @@ Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY
 # With these limits the queue's sums stay exact for years (docs/fairness.md); also in Lua (state/schema.py).
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # smallest and largest weight of a flow or a band
 MOST_COST = 1e9  # largest cost of a request, and largest bound of the stock per endpoint
+LEAST_COST = 1e-3  # smallest cost that an estimator may give: scripts round a stock below 1e-6 to 0
 # Strict types: `true` or "1" is refused where the number 1 is meant. A YAML value of the wrong type is
 # probably the user's mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]

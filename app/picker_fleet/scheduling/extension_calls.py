@@ -25,7 +25,7 @@ from picker_fleet.domain import extensions
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.request import InferenceRequest
-from picker_fleet.domain.units import MOST_COST
+from picker_fleet.domain.units import LEAST_COST, MOST_COST
 from picker_fleet.scheduling.scheduler import Filter, Reasons
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest, Scorer
 
@@ -64,7 +64,7 @@ class Ordering(Protocol):
 
 class CostEstimator(Protocol):
     def __call__(self, facts: CostFacts, /) -> float:
-        """The cost of a request, above 0, in the stock's unit (`request_queue_controller.unit`)."""
+        """The cost of a request, at least 0.001, in the stock's unit (`request_queue_controller.unit`)."""
 
 
 class Nonsense(ValueError):
@@ -234,6 +234,6 @@ def _due_s(ordering: Ordering, request: InferenceRequest) -> float:
 
 def _cost(estimator: CostEstimator, facts: CostFacts) -> float:
     cost = float(estimator(facts))
-    if not 0.0 < cost <= MOST_COST:
-        raise Nonsense(f"{cost} is no cost: it must be above 0 and at most {MOST_COST:g}")
+    if not LEAST_COST <= cost <= MOST_COST:
+        raise Nonsense(f"{cost} is no cost: it must be between {LEAST_COST:g} and {MOST_COST:g}")
     return cost
