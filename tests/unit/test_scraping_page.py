@@ -98,6 +98,7 @@ OTHERS = {
     'queue{a="1",b="2"} 3\nqueue{b="2",a="1"} 4\n': 4.0,
     'queue{a="1"} NaN\nqueue{a="2"} 4\n': 4.0,
     'queue{tp_rank="0"} 3\nqueue{tp_rank="1"} 4\n': 4.0,
+    'queue{a="1"} 1e308\nqueue{a="2"} 4\n': 4.0,
     'queue{dp_rank="0",tp_rank="0"} 3\nqueue{dp_rank="1",tp_rank="1"} 4\n': 7.0,
 }
 UNKNOWN = ["queue NaN\nrun 1\n", "queue +Inf\nrun 1\n", "queue -1\nrun 1\n", "run 1\nqueue 3", "run 1\n"]

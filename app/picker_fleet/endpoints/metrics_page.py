@@ -36,6 +36,7 @@ _MOST_WORK = 32 * 1024 * 1024  # maximum work per page, in bytes searched
 _SAMPLE_WORK = 256  # parsing a sample takes about as long as searching this many bytes
 _MOST_FAULTS = 3  # maximum faults listed per page
 _MOST_DIGITS = 9
+_MOST_VALUE = 1e15  # a higher value is no count; sums and products of lower ones are finite
 _OVERSHOOT = 1.05  # rounding may raise a share to this; a higher value is not a share
 _MODEL_LABELS = frozenset({"model_name", "model"})
 _MOST_MODELS = 16
@@ -267,7 +268,7 @@ def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]
     """Combine samples into one number, by the `aggregation` of the labels; None without a valid value."""
     figures: dict[Labels, dict[Labels, float]] = {}
     for labels, value in found.items():
-        if 0 <= value < math.inf:
+        if 0 <= value <= _MOST_VALUE:
             parts = figures.setdefault(frozenset(pair for pair in labels if pair[0] not in aggregation), {})
             part = frozenset(pair for pair in labels if pair[1] and aggregation.get(pair[0]) == "total")
             parts[part] = max(parts.get(part, 0.0), value)
