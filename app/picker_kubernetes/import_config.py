@@ -227,9 +227,11 @@ def _scheduling(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
     if handler is None:
         for name, parameters in filters:
             _select(name, parameters, result)
+        if stages := import_stages.of_one_profile(plugins[str(each["pluginRef"])][0] for each in main):
+            result.section("scheduling")["stages"] = stages
     else:
         prefill: dict[str, Any] = {}
-        stages: dict[str, Any] = {"prefill": prefill, "decode": {}, "encode": {}}
+        stages = {"prefill": prefill, "decode": {}, "encode": {}}
         of_prefill = _profile(profiles.get(handler.prefill, ()), plugins, result, prefill)
         of_encode = _profile(profiles.get(handler.encode, ()), plugins, result, stages["encode"])
         if stages["encode"].pop("scorers", None):

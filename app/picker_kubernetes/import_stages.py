@@ -4,16 +4,23 @@ Sources: the plugins' README and sources in github.com/llm-d/llm-d-router,
 pkg/epp/framework/plugins/scheduling/profilehandler/disagg.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from picker_fleet.domain.errors import ConfigError
+from picker_fleet.endpoints.stages import ROLE
 from picker_kubernetes.import_result import Imported, mapping, mappings
 
 _OLDER = ("pd-profile-handler", "pd-slo-profile-handler")
 HANDLERS = ("disagg-profile-handler", *_OLDER)
 _NEVER_TOKENS = 1_000_000_000  # a threshold that no prompt exceeds
+# Filter -> the roles that it keeps (pkg/epp/framework/plugins/scheduling/filter/bylabel). The decode filter
+# keeps the endpoints that decode here by default.
+_KEPT_ROLES: Mapping[str, str] = {
+    "prefill-filter": "prefill,prefill-decode,both,encode-prefill,encode-prefill-decode",
+    "encode-filter": "encode,encode-prefill,encode-decode,encode-prefill-decode",
+}
 
 Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name of a plugin -> its type and parameters
 
@@ -90,6 +97,13 @@ def _tokens(value: object, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _NEVER_TOKENS:
         raise ConfigError(f"plugins: {what}: {str(value)[:40]!r} is no number of tokens")
     return value
+
+
+def of_one_profile(kinds: Iterable[str]) -> dict[str, Any]:
+    """The section `scheduling.stages` for the plugins `kinds` of an only profile: a router of one stage
+    sends whole requests to the endpoints of this stage. Empty if it keeps the endpoints that decode."""
+    kept = [f"{ROLE} in ({_KEPT_ROLES[kind]})" for kind in kinds if kind in _KEPT_ROLES]
+    return {"decode": {"selector": ", ".join(kept)}, "threshold": _NEVER_TOKENS} if kept else {}
 
 
 def selector(name: str, parameters: Mapping[str, Any], result: Imported) -> list[str]:

@@ -12,6 +12,8 @@ from tables import cases
 from picker_fleet import cli
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
+from picker_fleet.domain.request import Endpoint
+from picker_fleet.endpoints.stages import ROLE, with_stages
 from picker_kubernetes import import_config
 from picker_kubernetes.import_result import Imported
 
@@ -301,6 +303,24 @@ def test_the_profile_encode_of_llm_d_becomes_a_stage() -> None:
     assert_named(result, "no decider splits", *named)
     unused = staged([], [], *plugins, disagg(), encode=["e"])
     assert_named(unused, "no decider splits", "not imported: encode", "own-decider")
+
+
+@cases("kind, roles", {
+    "prefill": ("prefill-filter", {"prefill", "encode-prefill", "prefill-decode"}),
+    "encode": ("encode-filter", {"encode", "encode-prefill"}),
+    "decode": ("decode-filter", {"decode", "prefill-decode", ""}),
+})  # fmt: skip
+def test_a_router_of_one_stage_sends_requests_to_the_endpoints_of_this_stage(
+    kind: str, roles: set[str]
+) -> None:
+    result = imported(
+        plugins=[{"type": kind}], schedulingProfiles=[{"name": "default", "plugins": [{"pluginRef": kind}]}]
+    )
+    listed = ("prefill", "encode-prefill", "prefill-decode", "encode", "decode", "")
+    endpoints = tuple(Endpoint(role, {ROLE: role} if role else {}) for role in listed)
+    found = with_stages(endpoints, parse(result.tree).scheduling.stages)
+    assert {each.address for each in found if each.decodes} == roles
+    assert not result.remarks
 
 
 @cases("more, fault", {
