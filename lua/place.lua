@@ -10,7 +10,8 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5'), prefill
---   (candidates for its prefill in the same form; '': do not split the request)
+--   (candidates for its prefill in the same form or, by decode endpoint, 'd,e>x=0.7,y=0.5;f>y=0.7'; '': do not split
+--   the request)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (LOADS: requests in flight before the choice, of each named candidate, '' if not eligible; for

@@ -20,10 +20,19 @@ do
   function stages.blocker(address) return MARK .. address end
   function stages.is_prefill(blocker) return string.sub(blocker, 1, 1) == MARK end
 
+  -- The part of `candidates` for `endpoint`: 'd,e>x=1,y=2;f>y=1' has a part for d and e, and one for f.
+  local function part_for(endpoint, candidates)
+    if not string.find(candidates, '>', 1, true) then return candidates end
+    for decoders, part in string.gmatch(candidates, '([^>;]*)>([^>;]*)') do
+      if string.find(',' .. decoders .. ',', ',' .. endpoint .. ',', 1, true) then return part end
+    end
+    return string.match(candidates, '[^>]*$')
+  end
+
   -- Choose prefill endpoints for a request on `endpoint`. Return 'x,y', '' if the request is not to be split; or nil,
   -- and the names of the endpoints at their limit. If the queue is off, no request waits for a prefill endpoint.
   function stages.choose_prefill(candidates, endpoint, turn, picks)
-    local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, candidates, turn, picks)
+    local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, part_for(endpoint, candidates), turn, picks)
     if not picked then
       if not limited or settings.queue_enabled == 0 then return '' end
       for i, address in ipairs(first) do first[i] = stages.blocker(address) end

@@ -97,6 +97,17 @@ def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_roo
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
 
 
+def test_the_candidates_for_a_prefill_may_depend_on_the_decode_endpoint(staged: StagedPool) -> None:
+    staged.stages(upper_per=10, live_weight=0.1)
+    by_decoder = "d:1>p:1=0.9,p:2=0.1;d:2,d:3>p:1=0.1,p:2=0.9"
+    for number in range(2):
+        first, second = (
+            staged.split(f"{each}-{number}", by_decoder, candidates=each) for each in ("d:1", "d:2")
+        )
+        assert (first, second) == (("d:1", "p:1,p:2"), ("d:2", "p:2,p:1"))
+    assert staged.prefill_counts() == {"p:1": 2, "p:2": 2}
+
+
 def test_a_draining_endpoint_that_only_prefills_gets_no_further_request(staged: StagedPool) -> None:
     endpoint = Endpoint("p:1", prefills=True, decodes=False)
     staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)

@@ -174,6 +174,21 @@ def test_a_prefill_endpoint_near_the_decode_endpoint_is_preferred(zone: str, nea
     assert {address for address in scores if scores[address] > 0} == ({near} if near else set())
 
 
+def test_each_decode_endpoint_prefers_prefill_endpoints_with_its_own_labels() -> None:
+    cell = SnapshotCell()
+    decoders = (Endpoint(A, labels={"zone": "a"}), Endpoint(B, labels={"zone": "b"}))
+    prefillers = (
+        Endpoint(each, labels={"zone": zone}, prefills=True, decodes=False)
+        for each, zone in ((C, "a"), (D, "b"))
+    )
+    cell.publish(Snapshot("1", (*decoders, *prefillers)))
+    prefer = {"prefer": {"zone": "same"}, "stages": {"threshold": 100}}
+    chooser = chooser_of(cell, KnownFleet(parse({"labels": {"zone": "a"}, "scheduling": prefer})))
+    parts = (part.split(">") for part in chooser.choose(Staged.ask()).prefill.split(";"))
+    near = {decoders: prefill.partition("=")[0] for decoders, prefill in parts}
+    assert near == {A: C, B: D}
+
+
 def test_threshold_auto_learns_the_times_of_both_choices_and_splits_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

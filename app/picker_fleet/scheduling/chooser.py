@@ -62,7 +62,7 @@ _MOST_ENCODERS = 8
 
 class Choice(NamedTuple):
     """The candidates in the form that the script `lua/place.lua` takes, and the basis of the choice.
-    `prefill`: the candidates of the stage prefill in the same form; '': do not split the request. `split` is
+    `prefill`: the candidates of the stage prefill, also in the script's form; '': do not split. `split` is
     the reason for splitting the request or not; None if no endpoint may prefill for others."""
 
     candidates: str
@@ -154,7 +154,7 @@ class EndpointChooser:
         self._prefer, self._preferred = configured.prefer, fleet.config.settings.preferred_labels
         for name in configured.prefer.keys() - self._preferred.keys():
             _log.warning(
-                "scheduling.prefer: `labels` has no %s of this replica: no endpoint is preferred", name
+                "scheduling.prefer: `labels` has no %s of this replica: it counts only for prefills", name
             )
         self._fleet, self._endpoints, self._routes = fleet, endpoints, routes
         self._sessions, self._session_keys = SessionTokens(keys, endpoints), SessionKeys(endpoints)
@@ -300,17 +300,10 @@ class EndpointChooser:
         decoder = self._likely_decoder(pick, choice)
         if decoder is None:
             return choice
-        if self._prefer:  # the KV cache goes from the prefill endpoint to the decode endpoint
-            own = decoder.labels
-            pick = pick._replace(preferred={name: own[name] for name in self._prefer if name in own})
         looked_at = states.looked_at(request, "")
         prefill = ANY_ENDPOINT
         if scheduler is not None:
-            ranking = scheduler.rank(pick, looked_at, limit=_MAX_SCORED)
-            best = [each.address for each in ranking.best]
-            # The script gives the load in flight the same weight in both stages: scale the other scores.
-            scale = (self.live_weight or 1.0) / scheduler.live_weight
-            prefill = ",".join(f"{each.address}={each.base * scale:.4f}" for each in ranking.best)
+            prefill, best = self._ranked_prefill(scheduler, pick, looked_at, choice, decoder)
         else:
             able = apply_filters(pick, looked_at, self._filters).eligible
             best = [min(able, key=_in_flight).address] if able else []
@@ -331,6 +324,35 @@ class EndpointChooser:
         draw = random.random if request.stream else None  # only streams show the time to the first token
         split = decide(self._uncached_tokens(request, cached), self._threshold, times, draw)
         return choice._replace(prefill=prefill if split.is_split else "", split=split)
+
+    def _ranked_prefill(
+        self,
+        scheduler: Scheduler,
+        pick: PickRequest,
+        looked_at: Sequence[EndpointState],
+        choice: Choice,
+        decoder: EndpointState,
+    ) -> tuple[str, Sequence[str]]:
+        """The candidates for a prefill in the form that the script takes, and their addresses, best first, if
+        `decoder` decodes. If labels are preferred, each decode endpoint prefers prefill endpoints with its
+        own labels, since the KV cache goes from one to the other."""
+        decoders = [decoder]
+        if self._prefer and not isinstance(choice.basis, LeastLoadedPick):
+            known = (self._states.state(each.address) for each in choice.basis.best)
+            decoders = [each for each in known if each is not None]
+        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}  # preferred labels -> decode endpoints
+        for each in decoders:
+            own = tuple((name, each.labels[name]) for name in self._prefer if name in each.labels)
+            alike.setdefault(own, []).append(each.address)
+        # The script gives the load in flight the same weight in both stages: scale the other scores.
+        scale = (self.live_weight or 1.0) / scheduler.live_weight
+        best, parts = list[str](), list[str]()
+        for own, addresses in alike.items():
+            ranked = scheduler.rank(pick._replace(preferred=dict(own)), looked_at, limit=_MAX_SCORED).best
+            best = best or [each.address for each in ranked]
+            candidates = ",".join(f"{each.address}={each.base * scale:.4f}" for each in ranked)
+            parts.append(f"{','.join(addresses)}>{candidates}" if len(alike) > 1 else candidates)
+        return ";".join(parts), best
 
     def _likely_decoder(self, pick: PickRequest, choice: Choice) -> EndpointState | None:
         """The endpoint that will probably serve the request of `choice`; None if no endpoint is ready."""
