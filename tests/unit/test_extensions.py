@@ -43,6 +43,10 @@ def make(parameters):
 
 EXTENSION = Extension(version=1, make=make, parameters=Parameters)
 OLD = Extension(version=0, make=make, parameters=Parameters)
+class Broken(BaseModel):
+    def model_post_init(self, context):
+        raise KeyError("rack 7")
+BROKEN = Extension(version=1, make=make, parameters=Broken)
 def fail(parameters):
     raise OSError("no table of racks")
 FAILS = Extension(version=1, make=fail, parameters=NoParameters)
@@ -136,6 +140,10 @@ def test_parameters_in_the_list_of_scorers_stay_beside_those_in_scorer_parameter
      "the scorer random of racks 1.0 has the name of a built-in scorer: rename its entry point"),
     "a module that fails": ("import nothing_of_that_name", {"racks": "EXTENSION"}, scheduling("racks"),
      "the scorer racks of racks 1.0 cannot be imported: ModuleNotFoundError: No module named 'nothing"),
+    "a module that exits": ("raise SystemExit(3)", {"racks": "EXTENSION"}, scheduling("racks"),
+     "the scorer racks of racks 1.0 cannot be imported: SystemExit: 3"),
+    "parameters that fail": (PARAMETERS, {"racks": "BROKEN"}, scheduling("racks"),
+     "scheduling: the scorer racks cannot check its parameters: KeyError: 'rack 7'"),
     "another object": ("EXTENSION = 3", {"racks": "EXTENSION"}, scheduling("racks"),
      "the scorer racks of racks 1.0 is no picker_fleet.extensions.Extension"),
     "another version": (PARAMETERS, {"racks": "OLD"}, scheduling("racks", rack="1"),

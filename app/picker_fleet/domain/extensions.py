@@ -74,7 +74,7 @@ def find(group: str, name: str, built_in: Collection[str] = ()) -> Extension[Any
         raise ValueError(f"{whose} both have a {kind} {name}: rename one, or uninstall one")
     try:
         extension = entries[0].load()
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         raise ValueError(
             f"the {kind} {name} of {whose} cannot be imported: {type(fault).__name__}: {fault}"
         ) from fault
@@ -106,7 +106,7 @@ def made(group: str, name: str, parameters: Mapping[str, Any]) -> Any:
     extension, own = _parsed(group, name, parameters)
     try:
         return extension.make(own)
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         raise ValueError(
             f"the {KINDS[group]} {name} did not start: {type(fault).__name__}: {fault}"
         ) from fault
@@ -123,6 +123,10 @@ def _parsed(group: str, name: str, parameters: Mapping[str, Any]) -> tuple[Exten
             for each in fault.errors()
         ]
         raise ValueError(f"{KINDS[group]} {name}: {'; '.join(faults)}") from None
+    except (Exception, SystemExit) as fault:
+        raise ValueError(
+            f"the {KINDS[group]} {name} cannot check its parameters: {type(fault).__name__}: {fault}"
+        ) from fault
 
 
 @cache
