@@ -22,6 +22,7 @@ from picker_fleet.fleet import live_config
 from picker_fleet.ingress.intake import Intake, read_body
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.extension_calls import Calls, Extensions
+from picker_fleet.scheduling.scheduler import FILTERS
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
@@ -169,6 +170,15 @@ def test_an_extension_that_cannot_be_used_is_refused_with_its_reason(
     installed(source, entries)
     with pytest.raises(ConfigError, match=message):
         settings_with(tree)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_an_extension_cannot_take_the_place_of_a_built_in_filter(
+    installed: Callable[..., None], name: str
+) -> None:
+    installed(FILTER, {name: "EXTENSION"}, "filters")
+    with pytest.raises(ConfigError, match=f"the filter {name} of racks 1.0 has the name of a built-in"):
+        settings_with({"scheduling": {"filters": [{"name": name}]}})
 
 
 def test_the_error_names_two_distributions_with_one_extension_name(installed: Callable[..., None]) -> None:

@@ -25,6 +25,7 @@ KINDS: Final = {
     ORDERINGS: "ordering",
     COST_ESTIMATORS: "cost estimator",
 }
+BUILT_IN_FILTERS: Final = frozenset({"subset", "health", "drain", "label", "adapter"})  # always in force
 _LONGEST = 40  # maximum characters of an unknown name in a message
 
 P = TypeVar("P", bound=BaseModel)
@@ -60,12 +61,12 @@ def find(group: str, name: str, built_in: Collection[str] = ()) -> Extension[Any
     found = _installed().get(group, {})
     entries = found.get(name, ())
     whose = " and ".join(sorted(_distribution(each) for each in entries))
+    if entries and (name in built_in or (group == FILTERS and name in BUILT_IN_FILTERS)):
+        raise ValueError(
+            f"the {kind} {name} of {whose} has the name of a built-in {kind}: rename its entry point, or "
+            "uninstall it"
+        )
     if name in built_in:
-        if entries:
-            raise ValueError(
-                f"the {kind} {name} of {whose} has the name of a built-in {kind}: rename its entry point, or "
-                "uninstall it"
-            )
         return None
     if not entries:
         valid = ", ".join((*built_in, *sorted(found))) or "none is installed"
