@@ -410,3 +410,9 @@ def test_an_invalid_result_of_a_filter_or_scorer_is_ignored(
     chooser = chooser_with({"scheduling": {"scorers": named} if group == "scorers" else {"filters": named}})
     assert set(candidates(chooser)) == {A, B, C}
     assert f"is left out, invalid: Nonsense: {why}" in caplog.text
+
+
+def test_a_filter_cannot_change_the_list_of_endpoints(installed: Callable[..., None]) -> None:
+    installed(scorers({"odd": "candidates.clear(); return []"}), {"odd": "EXTENSION_odd"}, "filters")
+    chooser = chooser_with({"scheduling": {"filters": [{"name": "odd"}], "scorers": {"queue-depth": 1}}})
+    assert set(candidates(chooser)) == {A, B, C}

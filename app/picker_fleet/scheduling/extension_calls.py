@@ -214,7 +214,7 @@ def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointStat
 
 
 def _reasons(keep: Filter, pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    reasons = keep(pick, endpoints)
+    reasons = keep(pick, tuple(endpoints))  # a copy, as for scores
     if reasons is None:
         return None
     given = tuple(islice(reasons, len(endpoints) + 1))
