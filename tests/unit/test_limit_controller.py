@@ -26,14 +26,14 @@ class Engine:
     def running(self, in_flight: int) -> int:
         return min(in_flight * self.sequences, self.slots, self.passed_on, int(self.kv_tokens / self.tokens))
 
-    def page(self, in_flight: int, age_s: float = 0.1) -> Page | None:
+    def page(self, in_flight: int, read_s: float) -> Page | None:
         if not self.has_page:
             return None
         in_flight = max(in_flight - self.on_way, 0)
         running = self.running(in_flight)
         kv = min(running * self.tokens / self.kv_tokens, 1.0)
         passed_on = min(in_flight * self.sequences, self.passed_on)
-        return Page(age_s, passed_on - running, running, kv, self.preemptions)
+        return Page(read_s, passed_on - running, running, kv, self.preemptions)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Pool:
             seen = {
                 address: Observation(
                     (count := in_flight[address]),
-                    engine.page(count, age_s),
+                    engine.page(count, self.now_s - age_s),
                     tokens=self.tokens and count * self.tokens,
                 )
                 for address, engine in self.engines.items()

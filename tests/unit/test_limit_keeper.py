@@ -1,7 +1,6 @@
 """The limits in Redis and the leader's limits stay equal."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -13,7 +12,7 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import WritesRefused
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.snapshot import Snapshot
 from picker_fleet.fleet.limits import LimitKeeper
 from picker_fleet.state.pool_state import PREFILL, FoundLimit
@@ -28,10 +27,14 @@ class Leader:
         self.store, self.now_s = store, 0.0
         self.decodes, self.prefills = decodes, prefills
         self.waiting = 0  # requests of other clients that wait in the engine
-        self._pages: dict[str, Reading] = {}
-        readings = cast(Any, SimpleNamespace(snapshot=lambda: self._pages))
+        self.lag_s = 0.0  # how long the leader takes between two calls of its clock
+        self._readings = MetricsCache(10.0, self._clock)
         fleet = KnownFleet(parse({}))
-        self._keeper = LimitKeeper(cast(Any, store), fleet, readings, Mock(), lambda: self.now_s, Mock())
+        self._keeper = LimitKeeper(cast(Any, store), fleet, self._readings, Mock(), self._clock, Mock())
+
+    def _clock(self) -> float:
+        self.now_s += self.lag_s
+        return self.now_s
 
     @property
     def limit(self) -> int:
@@ -39,11 +42,13 @@ class Leader:
         found = self.store.found.get(A if self.decodes else PREFILL + A)
         return 0 if found is None else found.limit
 
-    async def look(self, after_s: float = 1.0, *, leads: bool = True) -> int:
+    async def look(self, after_s: float = 1.0, *, leads: bool = True, has_new_page: bool = True) -> int:
         """Let the leader look at the engine `after_s` later; return the limit that is in force afterwards."""
         self.now_s += after_s
-        metrics = EndpointMetrics(0, waiting=self.waiting, running=self.limit)
-        self._pages[A] = Reading(metrics, 0.1, known=True)
+        if has_new_page:
+            scraped_ms = round(self.now_s * 1000) - 100
+            page = EndpointMetrics(scraped_ms, waiting=self.waiting, running=self.limit)
+            self._readings.update({A: page})
         prefill_limit = self.store.found[PREFILL + A].limit if self.prefills else 0
         pool = replace(
             POOL,
@@ -133,3 +138,14 @@ async def test_a_replica_that_leads_after_redis_lost_the_limits_starts_from_the_
     replica.store.found = {}
     assert await replica.look() == 32
     assert await replica.look() == 64
+
+
+async def test_a_page_counts_once_even_if_the_leader_takes_longer_to_look_at_it_at_first() -> None:
+    leader = Leader(storing(8))
+    leader.waiting = 20
+    leader.lag_s = 0.005
+    await leader.look()
+    leader.lag_s = 0.001
+    for _ in range(5):
+        assert await leader.look(has_new_page=False) == 8
+    assert await leader.look() < 8, "two pages show a queue in the engine"

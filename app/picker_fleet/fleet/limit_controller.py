@@ -57,9 +57,9 @@ Misses = Callable[[str, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An endpoint's figures by its metrics page, read `age_s` seconds ago; None if the page lacks one."""
+    """An endpoint's figures by its metrics page; None if the page lacks one. `read_s` is when it was read."""
 
-    age_s: float
+    read_s: float
     waiting: float
     running: float
     kv_utilisation: float | None = None
@@ -214,13 +214,12 @@ class LimitController:
         page = seen.page
         if page is None:
             return
-        read_s = now_s - page.age_s
-        if read_s <= known.page_s:
+        if page.read_s <= known.page_s:
             return
-        since_s, known.page_s = read_s - known.page_s, read_s
+        since_s, known.page_s = page.read_s - known.page_s, page.read_s
         before, known.preemptions = known.preemptions, page.preemptions
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
-        if read_s < known.changed_s + _SETTLED_S:
+        if page.read_s < known.changed_s + _SETTLED_S:
             return
         # A request may be several sequences in the engine, and others may use the engine, too.
         sequences = page.running + page.waiting

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class LimitKeeper:
     """Finds the limits of a pool's endpoints while this replica is the leader and the mode is `adaptive`.
 
-    `readings` has the endpoints' metrics pages, `latencies` predicts latencies; `clock` is in seconds.
+    `readings` has the endpoints' metrics pages, timed by `clock` (seconds); `latencies` predicts latencies.
     """
 
     def __init__(
@@ -198,4 +198,5 @@ def _page(reading: Reading | None) -> Page | None:
     metrics = reading.metrics
     if metrics.waiting is None or metrics.running is None:
         return None
-    return Page(reading.age_s, metrics.waiting, metrics.running, metrics.kv_utilisation, metrics.preemptions)
+    read_s = metrics.scraped_ms / 1000
+    return Page(read_s, metrics.waiting, metrics.running, metrics.kv_utilisation, metrics.preemptions)
