@@ -173,6 +173,18 @@ def test_a_request_refused_by_an_engine_lowers_its_limit() -> None:
     assert controller.endpoints[A].reason == "engine refused requests at 16 in flight"
 
 
+def test_an_engine_that_refused_all_requests_for_a_while_runs_as_many_again_soon() -> None:
+    controller = LimitController(least=1, most=1000, initial=100)
+    engine, refusals = Engine(100), 0
+    for now_s in range(30):
+        is_refusing = 1 <= now_s <= 8
+        refusals += is_refusing
+        count = 0 if now_s > 1 and is_refusing else controller.limits().get(A, 100)
+        seen = Observation(count, engine.page(count, now_s - 0.1), refusals)
+        controller.look(now_s, {A: seen}, waiting=True)
+    assert controller.limits()[A] >= 90
+
+
 def test_a_single_metrics_page_with_a_queue_does_not_change_the_limit() -> None:
     # New requests wait in the engine until its next step.
     engine = Engine(32)

@@ -206,9 +206,9 @@ class LimitController:
             self._move(known, bounded, "the configured bounds changed", now_s)
         refused = known.refusals is not None and seen.refusals > known.refusals
         known.refusals = seen.refusals
-        if refused:
-            why = f"engine refused requests at {seen.load}"
-            self._fall(known, math.floor(min(known.limit, seen.in_flight) * _CUT), why, now_s)
+        if refused and seen.requests > 0:  # an engine that refuses all requests shows no limit
+            limit = max(math.floor(seen.in_flight * _CUT), math.ceil(known.limit * _DEEPEST_CUT))
+            self._fall(known, min(limit, known.limit), f"engine refused requests at {seen.load}", now_s)
         if why := self._misses(address, known.limit):
             self._fall(known, math.floor(known.limit * _CUT), why, now_s)
         page = seen.page
