@@ -240,6 +240,26 @@ def test_without_metrics_pages_a_limit_follows_the_throughput() -> None:
     assert all(17 <= limit <= 36 for limit in pool.run(60)[-1].values())
 
 
+def test_without_metrics_pages_surges_of_load_raise_a_limit_only_with_the_throughput() -> None:
+    pool = Pool({A: Engine(8, has_page=False), B: Engine(8, has_page=False)}, lasts_s=0.4)
+    for surge in range(20):
+        pool.demand = (
+            max(pool.controller.limits().values(), default=8) + 2
+        )  # a raised limit takes all requests
+        pool.run(9)
+        pool.demand = 1
+        pool.run(3)
+        assert max(pool.controller.limits().values()) <= 10, f"in surge {surge}"
+
+
+def test_without_metrics_pages_a_limit_goes_back_at_most_to_the_configured_maximum() -> None:
+    pool = Pool({A: Engine(8, has_page=False)}, lasts_s=0.4)
+    while pool.controller.limits().get(A) != 16:
+        pool.run(1)
+    pool.controller.configure(least=1, most=4, initial=4)
+    assert {limits[A] for limits in pool.run(60)} <= {3, 4}
+
+
 def test_requests_missing_on_the_metrics_page_raise_a_limit_only_with_the_throughput() -> None:
     pool = Pool({A: Engine(256, passed_on=20)})
     assert max(limits[A] for limits in pool.run(300)) <= 128

@@ -140,14 +140,13 @@ class _Trial:
     former: Mapping[str, int] = field(default_factory=dict)
     base: float = 0.0
 
-    def rate(self, now_s: float, completed: int) -> float | None:
-        """The rate since the trial began; None while too few requests have ended."""
+    def rate(self, now_s: float, completed: int, *, is_over: bool) -> float | None:
+        """The rate since the trial began; None while too few requests have ended and the trial goes on."""
         if now_s <= self.began_s:  # the trial begins after a pause
             self.completed = completed
         lasted_s, ended = now_s - self.began_s, completed - self.completed
-        if lasted_s < _TRIAL_S or (ended < _TRIAL_REQUESTS and lasted_s < _LONGEST_TRIAL_S):
-            return None
-        return ended / lasted_s
+        is_short = lasted_s < _TRIAL_S or (ended < _TRIAL_REQUESTS and lasted_s < _LONGEST_TRIAL_S)
+        return None if is_short and not is_over else ended / max(lasted_s, 1e-3)
 
 
 class LimitController:
@@ -283,23 +282,24 @@ class LimitController:
         """Move the limits of the endpoints `unseen`, which have no page, by the rate of completions."""
         known = self.endpoints
         at_limit = {address for address, seen in unseen.items() if _is_reached(known[address], seen)}
+        is_over = not waiting or not at_limit  # a load below the limits ends a trial, by the rate so far
         trial = self._trial
-        if not waiting or not at_limit:
-            self._trial = None  # a load below the limits teaches nothing
-            return
-        if trial is None or not at_limit.issuperset(trial.former):
+        if trial is None or not unseen.keys() >= trial.former.keys():
             trial = self._trial = _Trial(now_s, completed)
-        rate = trial.rate(now_s, completed)
+        rate = trial.rate(now_s, completed, is_over=is_over)
         if rate is None:
             return
         wanted = trial.base * (1 + _WORTH_IT * (trial.factor - 1) if trial.factor > 1 else _AS_GOOD)
         if trial.factor != 1.0 and rate < wanted:
             for address, limit in trial.former.items():
                 why = f"{rate:.1f} requests/s, {trial.base:.1f} before at {limit}"
-                self._move(known[address], limit, why, now_s)
+                self._move(known[address], self._bounded(limit), why, now_s)
             self._next_factor = _DOWN if trial.factor > 1 else _UP
             self._trial_pause_s = min(self._trial_pause_s * 2, _LONGEST_PAUSE_S)
             self._trial = _Trial(now_s + self._trial_pause_s, completed)
+            return
+        if is_over:
+            self._trial = None
             return
         factor = self._next_factor
         former = {
