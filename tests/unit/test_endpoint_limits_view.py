@@ -24,16 +24,18 @@ class Replica:
         self.effective = SimpleNamespace(settings=parse({"request_queue_controller": controller}))
         self.outage: object = None
         self.reads = 0
+        self.limits = LIMITS
+        self.moved_ms = 47_500
 
     async def state(self) -> Any:
-        return SimpleNamespace(pool=replace(POOL, now_us=50_000_000, limits=LIMITS), outage=self.outage)
+        return SimpleNamespace(pool=replace(POOL, now_us=50_000_000, limits=self.limits), outage=self.outage)
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         return LISTED
 
     async def found_limits(self) -> dict[str, FoundLimit]:
         self.reads += 1
-        return {address: FoundLimit(36, WHY, 47_500) for address in (FOUND, CAPPED, FULL, PINNED)}
+        return {address: FoundLimit(36, WHY, self.moved_ms) for address in (FOUND, CAPPED, FULL, PINNED)}
 
     def snapshot(self) -> dict[str, Any]:
         return {}
@@ -66,6 +68,20 @@ async def test_an_endpoints_row_gives_the_reason_of_its_limit_in_force_also_in_a
     replica.outage = object()
     assert await rows(view) == shown
     assert replica.reads == 1
+
+
+async def test_a_limit_in_force_since_shortly_before_an_outage_has_no_reason() -> None:
+    replica = Replica({})
+    view = replica.view()
+    await rows(view)
+    replica.limits, replica.outage = {**LIMITS, FOUND: 30}, object()
+    assert (await rows(view))[FOUND] == (30, None, None, False)
+
+
+async def test_a_limit_that_rises_while_a_row_is_read_does_not_make_the_endpoint_full() -> None:
+    replica = Replica({})
+    replica.limits, replica.moved_ms = {**LIMITS, FOUND: 30}, 49_990
+    assert (await rows(replica.view()))[FOUND][1] == WHY
 
 
 async def test_in_mode_static_rows_have_no_reasons_and_no_command_reads_found_limits() -> None:

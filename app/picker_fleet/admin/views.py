@@ -42,6 +42,7 @@ from picker_fleet.state.store import Store
 _Row = TypeVar("_Row")
 _Parts = TypeVar("_Parts")
 _MAX_CURSOR_CHARS = 4096
+_NEW_S = 1.0  # a limit found more recently may have been stored after the limits in force were read
 _MAX_SCANNED_WORKLOADS = 200  # the method `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
 _BAND_ORDER = {
@@ -145,7 +146,9 @@ class FleetView:
         self._cache = cache
         self._chooser = chooser  # explains how this replica chose endpoints
         self._identity = {"replica": replica, "pool": pool}
-        self._found: Mapping[str, FoundLimit] = {}  # the limits as last read; empty in mode `static`
+        # The found limits as last read, and the limits then in force; empty in mode `static`.
+        self._found: Mapping[str, FoundLimit] = {}
+        self._in_force: Mapping[str, int] = {}
 
     async def state(self) -> models.State:
         """The shared state at one moment; while Redis is unavailable, the state last read."""
@@ -199,13 +202,14 @@ class FleetView:
         if not controller.is_adaptive:
             self._found = {}
         elif state.outage is None:
-            self._found = await self._store.found_limits()
+            self._found, self._in_force = await self._store.found_limits(), state.pool.limits
         readings = self._readings.snapshot()
         rows = []
         for each in await self._membership.endpoints():
             limit = state.pool.limits.get(each.address)
             pinned = controller.is_adaptive and each.address in controller.pinned
-            found = self._found.get(each.address)
+            # In an outage, another limit may be in force than when the found limits were read.
+            found = self._found.get(each.address) if self._in_force.get(each.address) == limit else None
             reason, changed_s = ("pinned", None) if pinned else _moved(each, limit, found, state.pool.now_us)
             limits = {"limit": limit, "limit_reason": reason, "limit_changed_s": changed_s, "pinned": pinned}
             in_flight, tokens = (
@@ -508,11 +512,12 @@ def _moved(
     """Why the limit in force is `limit`, and the seconds since the fleet set the limit to that number."""
     if limit is None or found is None:
         return None, None
-    if limit < found.limit:
+    moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
+    if limit < found.limit and moved_s >= _NEW_S:
         if limit == endpoint.max_inflight:
             return f"max_inflight of discovery; the fleet found {found.limit}", None
         return f"the endpoint answered that it is full; the fleet found {found.limit}", None
-    return found.reason, max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
+    return found.reason, moved_s
 
 
 def _ejected(ejection: Ejection | None) -> models.Ejected | None:
