@@ -231,7 +231,7 @@ class LimitController:
         share = max(_SLACK, refill * seen.mean_request / max(batch, 1.0))
         one = math.ceil(seen.mean_request)
         slack = max(one, int(batch * share))
-        is_queueing = page.waiting > max(1.0, page.running * share)
+        is_queueing = seen.requests > 0 and page.waiting > max(1.0, page.running * share)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
         may_grow = waiting and not is_queueing and now_s >= known.resumes_s
         if (page.kv_utilisation or 0.0) >= _KV_NEAR:
