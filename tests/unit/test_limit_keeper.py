@@ -23,13 +23,22 @@ A = "10.0.0.1:8000"
 class Leader:
     """A leader whose queue fills the limit in force, at an engine that runs all its requests."""
 
-    def __init__(self, store: ScriptedStore, *, decodes: bool = True, prefills: bool = False) -> None:
+    def __init__(
+        self,
+        store: ScriptedStore,
+        *,
+        decodes: bool = True,
+        prefills: bool = False,
+        config: dict[str, Any] | None = None,
+        queued: int = 9,
+    ) -> None:
         self.store, self.now_s = store, 0.0
+        self.queued = queued
         self.decodes, self.prefills = decodes, prefills
         self.waiting = 0  # requests of other clients that wait in the engine
         self.lag_s = 0.0  # how long the leader takes between two calls of its clock
         self._readings = MetricsCache(10.0, self._clock)
-        fleet = KnownFleet(parse({}))
+        fleet = KnownFleet(parse(config or {}))
         self._keeper = LimitKeeper(cast(Any, store), fleet, self._readings, Mock(), self._clock, Mock())
 
     def _clock(self) -> float:
@@ -53,7 +62,7 @@ class Leader:
         pool = replace(
             POOL,
             now_us=int(self.now_s * 1e6),
-            queued=9,
+            queued=self.queued,
             in_flight={A: self.limit},
             limits={A: self.limit},
             prefill_in_flight={A: prefill_limit},
@@ -84,6 +93,21 @@ async def test_an_endpoint_of_both_stages_has_a_limit_in_each() -> None:
     leader = Leader(store, prefills=True)
     assert await leader.look() == 16
     assert {name: each.limit for name, each in store.found.items()} == {A: 16, PREFILL + A: 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({}, 8),
+        ({"request_queue_controller": {"enabled": False}}, 16),
+        ({"fair_request_queue": {"overload": "reject-noncritical"}}, 16),
+    ],
+    ids=["requests may wait", "no queue", "requests are refused"],
+)
+async def test_a_reached_limit_grows_without_waiting_requests_if_requests_never_wait(
+    config: dict[str, Any], limit: int
+) -> None:
+    assert await Leader(storing(8), config=config, queued=0).look() == limit
 
 
 async def test_the_leader_stores_that_an_engine_is_full_even_if_its_limit_cannot_fall() -> None:

@@ -59,7 +59,8 @@ class LimitKeeper:
         Raises:
             StateFault: the limits cannot be read or stored.
         """
-        bounds = self._fleet.config.settings.request_queue_controller
+        settings = self._fleet.config.settings
+        bounds = settings.request_queue_controller
         if not (leads and bounds.is_adaptive):
             self._controllers = {}
             if bounds.is_adaptive:
@@ -89,7 +90,9 @@ class LimitKeeper:
                 self._dispatched = pool.dispatched_total
             self._stored = found
         self._connection, self._looked_s = self._store.connection_epoch, now_s
-        waiting = pool.queued > 0 or pool.dispatched_total > self._dispatched
+        # If requests above the limits are refused, not queued, the only sign is a limit that is reached.
+        never_wait = not bounds.enabled or settings.fair_request_queue.overload == "reject-noncritical"
+        waiting = never_wait or pool.queued > 0 or pool.dispatched_total > self._dispatched
         self._dispatched = pool.dispatched_total
         in_tokens, readings = bounds.unit == "tokens", self._readings.snapshot()
         observed = {
