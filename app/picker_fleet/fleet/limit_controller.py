@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-# How much may wait in the engine, so that its batch stays full: a fraction of the batch, or as many requests
-# as were on their way (in flight, but not on a page), at most those that end within a time. The fleet fills a
-# freed place in a few ms on a calm host, in some 100 ms on a busy one; requests of one length that began
-# together free all places at once.
+# The slack, how much a limit adds to the running batch so that the batch stays full: a fraction of the batch, or
+# as many requests as were on their way (in flight, but not on a page), at most those that end within a time. The
+# fleet fills a freed place in a few ms on a calm host, in some 100 ms on a busy one; requests of one length that
+# began together free all places at once.
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.3
 _REMEMBERED: Final = 0.98  # factor, at each page, for the most requests that were on their way
@@ -220,18 +220,18 @@ class LimitController:
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
         if page.read_s < known.changed_s + _SETTLED_S:
             return
-        # A request may be several sequences in the engine, and others may use the engine, too.
+        # A request is one sequence or several in the engine; others may use the engine, too. If more requests
+        # are in flight than the page has sequences, some are on their way.
         sequences = page.running + page.waiting
-        runs = seen.in_flight * page.running / sequences if page.waiting else seen.in_flight
+        runs = min(seen.in_flight / max(sequences, 1.0), seen.mean_request) * page.running
         ended = self._rate * seen.requests * since_s
         known.pages = [*known.pages[1 - _KEPT :], _Figures(runs, preempted, ended)]
         batch = max(each.running for each in known.pages)
         known.on_way = max(seen.requests - sequences, known.on_way * _REMEMBERED)
         refill = min(known.on_way, self._rate * seen.requests * _SLACK_S)
-        share = max(_SLACK, refill * seen.mean_request / max(batch, 1.0))
         one = math.ceil(seen.mean_request)
-        slack = max(one, int(batch * share))
-        is_queueing = seen.requests > 0 and page.waiting > max(1.0, page.running * share)
+        slack = max(one, int(max(batch * _SLACK, refill * seen.mean_request)))
+        is_queueing = page.waiting > 1.0 and seen.in_flight - runs > slack
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
         may_grow = waiting and not is_queueing and now_s >= known.resumes_s
         if (page.kv_utilisation or 0.0) >= _KV_NEAR:
