@@ -267,6 +267,8 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
     assert known.chooser.shortfall_s(near) is None, "one stream in eight that is nearly in time is tried"
     assert known.chooser.shortfall_s(near._replace(stream=False)) == pytest.approx(late_s - 0.4)
     assert known.chooser.shortfall_s(prompt, 0.9) == pytest.approx(late_s, abs=0.11), "never one far too late"
+    known.now_s += 61.0
+    assert known.chooser.shortfall_s(prompt, 0.9) is None, "the endpoints may be faster by now"
 
     assert broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.5), A, 4) == ""
     why = broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.2), A, 4)

@@ -58,7 +58,15 @@ class Engines:
             if forecast.ttft is not None:
                 self._backlogs.add(address, tokens, forecast.ttft.median_s, self.now_s)
             yield address, forecast, ttft_s, tpot_s
-            self.model.learn(MODEL, address, load, ttft_s, tpot_s)
+            self.model.learn(MODEL, address, load, ttft_s, tpot_s, self.now_s)
+
+
+def test_a_model_is_learnt_anew_after_a_minute_without_observations() -> None:
+    engines = Engines(1)
+    list(engines.requests(400))
+    engines.now_s += 61.0
+    seen = [forecast for _, forecast, _, _ in engines.requests(MIN_OBSERVATIONS)]
+    assert seen[1:] == [UNKNOWN] * (MIN_OBSERVATIONS - 1)
 
 
 def test_predictions_are_good_after_500_requests_and_again_after_engines_change() -> None:

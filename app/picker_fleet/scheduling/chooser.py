@@ -384,6 +384,8 @@ class EndpointChooser:
         if request.latency == ANY_LATENCY:
             return None
         self._forecasts.use()
+        if not self._forecasts.are_current(request.model):
+            return None  # if all requests were refused, predictions would never change
         self._states.refresh()
         able = apply_filters(self._pick(request), self._states.everything()).eligible
         matches = self._routes.index.match(request.prefix)

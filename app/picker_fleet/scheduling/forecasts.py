@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from picker_fleet.domain.rates import Rates
 from picker_fleet.domain.request import Completion, InferenceRequest, LatencyObjective
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES
-from picker_fleet.scheduling.latency_model import Forecast, LatencyModel, Load, Prediction
+from picker_fleet.scheduling.latency_model import MOST_GAP_S, Forecast, LatencyModel, Load, Prediction
 from picker_fleet.scheduling.route_stream import ObservationRecord, RouteStream
 from picker_fleet.scheduling.scorers import EndpointState
 from picker_fleet.scheduling.splitting import StageTimes
@@ -53,6 +53,10 @@ class Forecasts:
         if not self.used:
             self.used = True
             self._routes.share()
+
+    def are_current(self, model: str) -> bool:
+        """Whether the fleet has observed a request of `model` recently."""
+        return self._clock() - self._routes.model.learnt_s(model) <= MOST_GAP_S
 
     def of(
         self, request: InferenceRequest, states: Iterable[EndpointState], matches: Mapping[str, int]

@@ -13,8 +13,8 @@ come first served, and a decode step takes time by batch size and KV cache (Vidu
 DistServe, Zhong et al. 2024). Prompts that wait for their prefill on the same endpoint explain most of the
 variation of TTFT: on a simulated engine with mixed prompts the median error is 12 % with them, 36 % without.
 
-All statistics are sums of earlier observations, and the result depends only on the sequence of observations:
-replicas that learn the same sequence predict alike.
+All statistics are sums of earlier observations, and the result depends only on the sequence of observations
+and its gaps: replicas that learn the same sequence predict alike.
 """
 
 import math
@@ -24,6 +24,9 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 MIN_OBSERVATIONS: Final = 50  # fewer observations of a model give no prediction
+# After so many seconds without an observation, a model's predictions refuse no request, and learning begins
+# anew: if all requests were refused, nothing would correct the predictions.
+MOST_GAP_S: Final = 60.0
 MAX_MODELS: Final = 64  # maximum models kept, the most recently observed
 
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
@@ -83,17 +86,23 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, tuple[_Fit, _Fit]] = OrderedDict()
+        self._learnt_s: dict[str, float] = {}  # by model: the time of the last call of `learn`
 
-    def learn(self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float) -> None:
+    def learn(
+        self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float, now_s: float = 0.0
+    ) -> None:
         """Add the times (s) of one request of `model` that was placed on `address` under `load`. `tpot_s` is
         0 if unknown. Ignores impossible values."""
         terms = (1.0, *load)
         if not all(0.0 <= term <= _MOST_TERM for term in terms):
             return
-        fits = self._models.pop(model, None) or (_Fit(), _Fit())
-        self._models[model] = fits
+        fits = self._models.pop(model, None)
+        if fits is None or now_s - self._learnt_s[model] > MOST_GAP_S:
+            fits = _Fit(), _Fit()
+        self._models[model], self._learnt_s[model] = fits, now_s
         if len(self._models) > MAX_MODELS:
-            self._models.popitem(last=False)
+            forgotten, _ = self._models.popitem(last=False)
+            del self._learnt_s[forgotten]
         for fit, actual_s in zip(fits, (ttft_s, tpot_s), strict=True):
             if _SHORTEST_S <= actual_s <= _LONGEST_S:
                 fit.add(address, terms, actual_s)
@@ -119,6 +128,10 @@ class LatencyModel:
     @property
     def models(self) -> Collection[str]:
         return self._models.keys()
+
+    def learnt_s(self, model: str) -> float:
+        """When a request of `model` was last learnt; long ago if never."""
+        return self._learnt_s.get(model, -math.inf)
 
     def retain(self, addresses: Collection[str]) -> None:
         """Forget the factors of endpoints that are not in `addresses`."""

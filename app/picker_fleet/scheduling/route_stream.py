@@ -322,7 +322,7 @@ class RouteStream:
                 case PlacementRecord(address, tokens, ttft_s):
                     self.backlogs.add(address, tokens, ttft_s, self._clock())
                 case ObservationRecord(address, model, load, ttft_s, tpot_s):
-                    self.model.learn(model, address, load, ttft_s, tpot_s)
+                    self.model.learn(model, address, load, ttft_s, tpot_s, self._clock())
                 case EvidenceRecord(address, kept, evicted, bytes_per_token):
                     self.index.learn(address, Evidence(kept, evicted), bytes_per_token)
                 case LossRecord(address):
