@@ -383,6 +383,23 @@ def test_the_cost_of_a_request_is_the_sequences_and_tokens_that_an_engine_runs(
         assert found == pytest.approx(by_bytes if tokens is None else tokens, rel=0.02, abs=60)
 
 
+@cases("member, sequences", {
+    "an infinite number": (b'"n": 1e400', 1),
+    "more digits than Python reads": (b'"n": ' + b"9" * 399, 1),
+    "invalid UTF-8": (b'"n": "\xff"', 1),
+    "a section that is an infinite number": (b'"options": 1e400', 1),
+    "a section with an infinite number": (b'"options": {"temperature": 1e400, "n": 64}', 64),
+    "a section with invalid UTF-8": (b'"sampling_params": [{"n": 64, "stop": "\xff"}]', 64),
+    "a section with a number of too many digits": (b'"options": {"n": ' + b"9" * 5000 + b"}", 1),
+})  # fmt: skip
+def test_a_member_that_only_some_json_readers_take_is_costed_by_what_can_be_read(
+    member: bytes, sequences: int
+) -> None:
+    body = b'{"model": "m", "prompt": "p", %s}' % member
+    assert costed(read_body(body), REQUESTS)[0] == sequences
+    costed(read_body(body))
+
+
 DENSE = (b"[", b"[],", b"{},", b'"",', b"1,", b'{"image":1},', b'{"type":"image","content":[', b'"\\\\",')
 
 

@@ -11,6 +11,7 @@ A client could claim a false cost. So a request takes at most a share of the sto
 `max_model_len` bounds the cost, and `settle` corrects the cost if the engine reports its usage.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -178,7 +179,7 @@ def _largest(members: Members, names: set[str]) -> float:
             text = _json(value)
             if len(text) > _MOST_PARSED_BYTES:
                 continue
-            value = orjson.loads(text)
+            value = _decoded(text)
         for each in value if isinstance(value, list) else (value,):  # SGLang: a section for each prompt
             if isinstance(each, dict):
                 found = max(found, _largest_in(each, names))
@@ -199,13 +200,25 @@ def _number(value: object) -> float:
     if isinstance(value, _JSON_TEXTS):
         if len(text := bytes(value)) > _LONGEST_NUMBER:
             return 0.0
-        value = orjson.loads(text)
+        value = _decoded(text)
     if isinstance(value, str) and len(value) <= _LONGEST_NUMBER:
         try:
             value = float(value)
         except ValueError:
             return 0.0
     return finite_number(value) or 0.0
+
+
+def _decoded(text: bytes) -> Any:
+    """The value of the JSON `text`; None if no reader takes it. Unlike intake's reader of bodies and Python's
+    JSON reader, orjson refuses numbers beyond the largest float, and invalid UTF-8."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(text.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            return None
 
 
 def _json(value: object) -> bytes:
