@@ -143,6 +143,20 @@ def test_renaming_the_model_in_a_form_keeps_all_other_bytes() -> None:
         read_body(b"[]").renamed("n")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le"])
+def test_half_emojis_in_bytes_are_read_up_to_a_limit_and_refused_in_bounded_time_beyond(
+    encoding: str,
+) -> None:
+    text = '{"model": "m😀", "prompt": "%s"}'
+    read = read_body((text % ("\ud83d" * 200)).encode(encoding, "surrogatepass"))
+    assert read.model == "m😀"
+    body = (text % ("\ud83d" * 2_000_000)).encode(encoding, "surrogatepass")
+    began_s = time.thread_time()
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        read_body(body)
+    assert time.thread_time() - began_s < 0.2
+
+
 def test_a_body_with_more_than_64_lone_surrogates_is_refused() -> None:
     read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 64))
     with pytest.raises(BadRequest, match="not valid JSON"):
