@@ -406,6 +406,21 @@ async def test_malformed_messages_in_the_access_log_stream_lose_no_valid_entry()
 
 
 @on_both_transports
+async def test_an_access_log_message_with_too_many_entries_is_dropped() -> None:
+    flood = batch(*(entry(request_id="many") for _ in range(2049)))
+    items = await reported(batch(entry(request_id="first")), flood, batch(entry(request_id="last")))
+    assert [item.id for item in items] == ["first", "last"]
+
+
+async def test_entries_of_the_access_log_are_charged_to_their_peer_as_work() -> None:
+    charged: list[int] = []
+    data = batch(entry(), entry()).SerializeToString()
+    account = Account(ScriptedGate(), Metrics(), KEYS, KnownOrigins())
+    accesslog.Collector([account]).on_message(data, charge=charged.append)
+    assert charged == [4]
+
+
+@on_both_transports
 async def test_a_replica_that_is_cut_off_ends_the_access_log_stream_after_the_next_message() -> None:
     gate = ScriptedGate()
     async with serving(gate) as channel:

@@ -236,6 +236,14 @@ async def test_the_refusal_of_a_request_for_another_resource_type_names_the_type
     assert eds.TYPE_URL in str(caught.value.details())
 
 
+async def test_a_request_that_names_too_many_clusters_is_refused() -> None:
+    async with subscribed(filled(), *("pool" for _ in range(17))) as call:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "at most 16 clusters" in str(caught.value.details())
+
+
 async def test_a_stream_gets_status_ok_after_the_client_ends_the_stream() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()

@@ -259,6 +259,22 @@ async def test_a_stream_that_ends_before_its_body_ends_is_not_admitted(fleet: Re
     assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
 
+@pytest.mark.parametrize("part", ["headers", "metadata", "more than the body"])
+async def test_a_message_with_more_than_256_kib_besides_its_body_ends_its_stream(
+    fleet: Replica, part: str
+) -> None:
+    large = headers("lean") if part != "more than the body" else body(bytes(300_000))
+    if part == "headers":
+        for _ in range(30_000):
+            large.request_headers.headers.headers.add(key="x-a", raw_value=b"1")
+    else:
+        large.metadata_context.filter_metadata["a"].fields["b"].string_value = "x" * 300_000
+    call = await fleet.begin(headers("lean"), large)
+    async with asyncio.timeout(10):
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert fleet.gate.admitted == []
+
+
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_on(
     fleet: Replica, mode: str

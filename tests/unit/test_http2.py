@@ -767,6 +767,60 @@ async def test_each_step_of_the_event_loop_starts_a_limited_number_of_requests()
         assert await modest.data(1) == ASK
 
 
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_each_step_of_the_event_loop_handles_a_limited_number_of_tiny_messages(
+    relays: bool, waits: bool
+) -> None:
+    handled: list[bytes] = []
+    release = asyncio.Event()
+
+    async def handler(stream: Stream) -> bytes | None:
+        handled.append(await stream.read() or b"")
+        if waits:
+            await release.wait()  # meanwhile the messages are queued
+        if relays:
+            await stream.relay(lambda message: ((), handled.append(message) is not None))
+        else:
+            while (message := await stream.read()) is not None:
+                handled.append(message)
+        return b"all"
+
+    steps: list[int] = []
+
+    def look() -> None:
+        steps.append(len(handled))
+        asyncio.get_running_loop().call_soon(look)
+
+    names = [number.to_bytes(2, "big") for number in range(9000)]
+    data = b"".join(b"\0\0\0\0\2" + name for name in names)
+    async with serving(handler) as server, server.peer() as peer:
+        await peer.send(peer.headers(1), frame(DATA, 0, 1, b"\0\0\0\0\0"))
+        await until(lambda: handled == [b""])
+        look()
+        await peer.send(*(frame(DATA, 0, 1, data[at : at + 16_000]) for at in range(0, len(data), 16_000)))
+        await peer.send(frame(DATA, END_STREAM, 1))
+        await peer.ping()
+        release.set()
+        assert (await peer.data(1))[5:] == b"all"
+    assert handled[1:] == names
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= 200
+
+
+async def test_a_stream_that_its_handler_ends_gets_no_further_message_of_a_frame() -> None:
+    handled: list[bytes] = []
+
+    async def handler(stream: Stream) -> bytes | None:
+        return await stream.relay(lambda message: ((), handled.append(message) is None and len(handled) == 9))
+
+    async with serving(handler) as server, server.peer() as peer:
+        await peer.send(peer.headers(1), frame(DATA, 0, 1, b"\0\0\0\0\0" * 3000))
+        assert await peer.served() == 1
+        await peer.send(peer.request(3, b"\0\0\0\0\0"))
+        assert await peer.served() == 3
+    assert len(handled) == 10
+
+
 @pytest.mark.parametrize("is_trusted", [False, True])
 async def test_a_connection_with_few_requests_is_served_before_one_with_many(is_trusted: bool) -> None:
     order: list[int] = []

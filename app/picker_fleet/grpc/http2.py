@@ -79,7 +79,8 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
-        self._work_left = 0  # units of work left in this connection's turn
+        self.work_left = 0  # units of work left in this connection's turn
+        self.unfinished: GrpcStream | None = None  # has further messages of the frame that was read last
         self._paused_reading = False
         self._tail = b""  # data that has arrived but was not parsed yet
         self._streams: dict[int, GrpcStream] = {}
@@ -161,9 +162,12 @@ class Connection(asyncio.Protocol):
 
     def work(self, most: int) -> tuple[int, bool]:
         """Read frames that have arrived and start handlers, within `most` units of work (`turns.Worker`)."""
-        self._work_left = most
+        self.work_left = most
         self._start_handlers(most // 2)  # of earlier turns: a flood of frames must not delay handlers
-        is_unread = not self._closed and self._read()
+        stream, self.unfinished = self.unfinished, None
+        if stream is not None and stream.id in self._streams:
+            stream.receive(b"", 0, 0, False)
+        is_unread = not self._closed and (self.unfinished is not None or self._read())
         if not is_unread:
             self._start_handlers(0)
         has_more = is_unread or bool(self.starting)
@@ -171,12 +175,12 @@ class Connection(asyncio.Protocol):
             self._paused_reading = False
             self._transport.resume_reading()
             self.peers.unread(self, 0)
-        return most - self._work_left, has_more
+        return most - self.work_left, has_more
 
     def _start_handlers(self, kept: int) -> None:
         """Start waiting handlers while the turn has more than `kept` units of work left."""
-        while self.starting and self._work_left > kept:
-            self._work_left -= _START_WORK
+        while self.starting and self.work_left > kept:
+            self.work_left -= _START_WORK
             _, stream = self.starting.popitem(last=False)
             stream.task = self.loop.create_task(stream.serve())
 
@@ -207,10 +211,10 @@ class Connection(asyncio.Protocol):
         the turn's work ended before that rest was read."""
         end, arrived, is_unread = len(data), 0, False
         while end - at >= frames.HEADER_BYTES:
-            if self._work_left <= 0:
+            if self.work_left <= 0:
                 is_unread = True
                 break
-            self._work_left -= 1
+            self.work_left -= 1
             high, low, kind, flags, stream_id = frames.HEADER.unpack_from(data, at)
             size = high << 16 | low
             if size > frames.FRAME_BYTES:
@@ -228,7 +232,7 @@ class Connection(asyncio.Protocol):
         if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
             self._open_window(self._arrived_bytes)
             self._arrived_bytes = 0
-        return at, is_unread
+        return at, is_unread or self.unfinished is not None
 
     def _open_window(self, more: int) -> None:
         """Open the connection's receive window by `more` further bytes."""
@@ -401,7 +405,7 @@ class Connection(asyncio.Protocol):
         if flags & frames.PADDED:
             start, end = self._without_padding(data, start, end)
         if start < end:
-            stream.receive(data, start, end)
+            stream.receive(data, start, end, bool(flags & frames.END_STREAM))
         elif not flags & frames.END_STREAM:
             self._count_idle(1)
         if flags & frames.END_STREAM and not stream.end_remote():
@@ -466,13 +470,13 @@ class Connection(asyncio.Protocol):
         if not self._streams:
             peers.busy(self)
         self._streams[stream_id] = stream
-        self._work_left -= _STREAM_WORK
+        self.work_left -= _STREAM_WORK
         peers.begin(stream)
         if flags & frames.END_STREAM and not stream.end_remote():
             self._fault(stream_id, frames.PROTOCOL_ERROR)
 
     def _read_block(self, block: bytes) -> Open | bytes:
-        self._work_left -= _DECODE_WORK + len(block) // _DECODE_BYTES
+        self.work_left -= _DECODE_WORK + len(block) // _DECODE_BYTES
         if resizes_table(block):
             self._count_idle(_RESIZE_COST)
         try:
@@ -503,7 +507,7 @@ class Connection(asyncio.Protocol):
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(frames.PROTOCOL_ERROR, "RST_STREAM on a stream that is not open")
         if stream_id in self._streams:
-            self._work_left -= _RESET_WORK
+            self.work_left -= _RESET_WORK
             self._cancel(stream_id)
         else:
             self._count_idle(1)
@@ -555,7 +559,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "the initial window is too large")
         if window != self.initial_send_window:
             self._count_idle(len(self._streams))
-            self._work_left -= len(self._streams)
+            self.work_left -= len(self._streams)
             more, self.initial_send_window = window - self.initial_send_window, window
             for stream in self._streams.values():
                 stream.send_window += more

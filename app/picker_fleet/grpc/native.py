@@ -20,6 +20,7 @@ from picker_fleet.grpc.streams import OK_BLOCK, GrpcStream, Peers, open_stream, 
 from picker_fleet.grpc.transport import ByMetadata, Handler, Limits, Status
 
 _OTHERS_BYTES = 64 * 1024 * 1024  # maximum unread bytes of all streams without a budget of their own
+_OTHERS_MESSAGE_BYTES = 256 * 1024  # largest message to such a stream; Envoy's have about 16 KiB
 _STEP_S = 0.01
 _CLOSE_S = 0.25
 _CANCEL_S = 5.0  # seconds to wait for cancelled handlers to end
@@ -32,7 +33,7 @@ class NativeTransport:
     """Serves gRPC. `handlers` maps paths to handlers; `budgets` limit the unread data of each handler.
 
     Handlers without a budget of their own share a separate one, so that large bodies delay no access log.
-    `message_bytes` is the maximum size of a message from a client.
+    `message_bytes` is the maximum size of a message to a handler with a budget of its own.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class NativeTransport:
             return OK_BLOCK + status_block(Status.UNIMPLEMENTED, "unknown method")
         if isinstance(handler, ByMetadata):
             handler = handler.choose(fields)
-        budget = self._budgets.get(handler, self._others)
+        budget, most_bytes = self._budgets.get(handler), self._message_bytes
+        if budget is None:
+            budget, most_bytes = self._others, min(most_bytes, _OTHERS_MESSAGE_BYTES)
         length = int(fields.get(b"content-length", b"")[:20] or -1)
 
         make = partial(
@@ -142,7 +145,7 @@ class NativeTransport:
             handler=handler,
             budget=budget,
             content_length=length,
-            message_bytes=self._message_bytes,
+            message_bytes=most_bytes,
         )
         return partial(open_stream, path, self._refused, make)
 

@@ -19,6 +19,8 @@ from picker_fleet.grpc.turns import Turns
 
 WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
 FREE_BYTES = 4096  # a stream's first unread bytes are not charged to the budget: about the stream's own size
+_MESSAGE_WORK: Final = 2  # units of work (turns.py) for each further message of a frame
+_READS_A_STEP: Final = 16  # queued messages that a handler reads before other tasks run
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
 WRITE_BUFFER: Final = 1024 * 1024  # handlers wait while their connection has more unsent bytes
 _CREDIT_BELOW = WINDOW_BYTES // 2  # reopen a stream's window when at most this many bytes are left of it
@@ -49,6 +51,8 @@ class Link(Protocol):
     send_window: int
     initial_send_window: int  # the send window of new streams
     paused: bool  # whether the peer has stopped reading
+    work_left: int  # units of work left in this connection's turn
+    unfinished: "GrpcStream | None"  # the stream to resume in the connection's next turn
     # Streams whose handlers wait for the connection's send window, the longest wait first.
     blocked: "OrderedDict[int, GrpcStream]"
 
@@ -148,6 +152,8 @@ class GrpcStream:
                 self._count()
             if self.receive_window <= _CREDIT_BELOW:
                 self._give_credit()
+        elif len(self._messages) % _READS_A_STEP == 0:
+            await asyncio.sleep(0)
         return message
 
     def interrupt(self, error: Exception) -> None:
@@ -156,6 +162,9 @@ class GrpcStream:
 
     def trust(self) -> None:
         self.connection.last_trusted_s = self.connection.loop.time()
+
+    def charge(self, work: int) -> None:
+        self.connection.work_left -= work
 
     async def relay(self, answer: Relay) -> bytes | None:
         """Works like `Stream.relay`, but wakes no task for each message. Raises the errors of `read`, and
@@ -314,8 +323,8 @@ class GrpcStream:
 
     # The connection calls the following methods.
 
-    def receive(self, data: bytes, start: int, end: int) -> None:
-        """Take the payload of a DATA frame, `data[start:end]`."""
+    def receive(self, data: bytes, start: int, end: int, is_last: bool) -> None:
+        """Take the payload of a DATA frame, `data[start:end]`; if `is_last`, it ends the client's side."""
         size = end - start
         self._received_bytes += size
         if self._fault is not None:
@@ -327,12 +336,13 @@ class GrpcStream:
         ):
             self._hand_over(data[start + 5 : end])  # most frames carry one whole message
         else:
-            self._take_frame(data, start, end)
+            self._take_frame(data, start, end, is_last)
         if self.receive_window <= _CREDIT_BELOW and not self._messages:
             self._give_credit()
 
-    def _take_frame(self, data: bytes, start: int, end: int) -> None:
-        """Take a frame that is not exactly one message: hand over whole messages, and keep other bytes."""
+    def _take_frame(self, data: bytes, start: int, end: int, is_last: bool) -> None:
+        """Take a frame that is not exactly one message: hand over whole messages, and keep other bytes. Once
+        the turn's work is used up, keep further messages for the next turn, unless the frame `is_last`."""
         if self._partial:
             self._partial += data[start:end]
             if len(self._partial) < self._wanted_bytes:
@@ -357,6 +367,10 @@ class GrpcStream:
                 return
             start += whole_bytes
             whole_bytes = 5
+            self.connection.work_left -= _MESSAGE_WORK
+            if self.connection.work_left <= 0 and end - start >= 5 and not is_last:
+                self.connection.unfinished = self
+                break
         self._partial += data[start:end]
         self._wanted_bytes = whole_bytes
         self._count()

@@ -103,6 +103,9 @@ class Stream(Protocol):
     def trust(self) -> None:
         """Report that the peer has sent a token that only a gateway can know; no effect with grpcio."""
 
+    def charge(self, work: int) -> None:
+        """Charge `work` units of about 5 µs to the peer (turns.py); no effect with grpcio."""
+
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client's flow control allows no message."""
 
@@ -204,6 +207,9 @@ class _GrpcioStream:
         return None if message is grpc.aio.EOF else message
 
     def trust(self) -> None:
+        pass
+
+    def charge(self, work: int) -> None:
         pass
 
     def interrupt(self, error: Exception) -> None:

@@ -32,6 +32,9 @@ from picker_fleet.telemetry.metrics import Metrics
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 NAMESPACE: Final = "envoy.lb"  # the default metadata namespace in which Envoy names the endpoint that served
 
+_MOST_ENTRIES = 2048  # maximum entries of a message; Envoy's messages of 16 KiB have at most about 100
+_ENTRY_WORK = 2  # units of work (grpc/turns.py) of an entry
+
 _log = logging.getLogger(__name__)
 
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
@@ -116,21 +119,29 @@ class Collector:
 
     async def collect(self, stream: Stream) -> bytes:
         """Handle the messages of one stream until the stream ends."""
-        await stream.relay(partial(self.on_message, trust=stream.trust))
+        await stream.relay(partial(self.on_message, trust=stream.trust, charge=stream.charge))
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(
-        self, data: bytes, trust: Callable[[], object] = lambda: None
+        self,
+        data: bytes,
+        trust: Callable[[], object] = lambda: None,
+        charge: Callable[[int], object] = lambda work: None,
     ) -> tuple[Sequence[bytes], bool]:
-        """Handle one StreamAccessLogsMessage; no answer is sent. A malformed message is dropped, and the
-        stream continues. If this replica is cut off from Redis, the stream ends: Envoy then opens a stream
-        to another replica. Calls `trust` if an entry has a token that the fleet signed: only gateways do."""
+        """Handle one StreamAccessLogsMessage; no answer is sent. A malformed message, or one with too many
+        entries, is dropped, and the stream continues. If this replica is cut off from Redis, the stream ends:
+        Envoy then opens a stream to another replica. Calls `trust` if an entry has a token that the fleet
+        signed: only gateways do. Calls `charge` with the message's units of work."""
         try:
             message = als_pb2.StreamAccessLogsMessage.FromString(data)
         except DecodeError:
             _log.warning("an access-log message could not be decoded", extra={"size_bytes": len(data)})
         else:
-            if self.take(message.http_logs.log_entry):
+            entries = message.http_logs.log_entry
+            charge(_ENTRY_WORK * len(entries))
+            if len(entries) > _MOST_ENTRIES:
+                _log.warning("an access-log message has more than %d entries", _MOST_ENTRIES)
+            elif self.take(entries):
                 trust()
         return (), all(account.gate.is_cut_off for account in self._accounts)
 

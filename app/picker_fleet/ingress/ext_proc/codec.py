@@ -47,6 +47,7 @@ _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_BODIES = (b"\x22", b"\x2a")  # tags of the fields `request_body` and `response_body`
 REQUEST_TRAILERS: Final = b"\x2a\x00"  # an answer with an empty field `request_trailers`
 RESPONSE_TRAILERS: Final = b"\x32\x00"  # an answer with an empty field `response_trailers`
 
@@ -70,6 +71,17 @@ def mode_of(message: ProcessingRequest) -> str:
             "use FULL_DUPLEX_STREAMED for both, or NONE for the response"
         )
     return mode
+
+
+def bytes_beside_body(data: bytes) -> int:
+    """The bytes of an encoded ProcessingRequest, less the length of the body with which it begins, if any."""
+    body_bytes = 0
+    if data[:1] in _BODIES:
+        for number, byte in enumerate(data[1:6]):
+            body_bytes |= (byte & 127) << 7 * number
+            if byte < 128:
+                break
+    return len(data) - body_bytes
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:

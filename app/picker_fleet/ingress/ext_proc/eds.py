@@ -25,6 +25,7 @@ TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssig
 STREAM: Final = f"/{SERVICE}/StreamEndpoints"
 CLUSTER: Final = "pool"
 
+_MOST_NAMES = 16  # maximum clusters of one request; Envoy subscribes to one
 _WRITE_S = 10.0  # a stream ends if Envoy does not accept an update within this time
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class _Subscription:
                 request.error_detail.message[:300],
                 extra={"version": self._sent_version, "node": request.node.id},
             )
+        if len(request.resource_names) > _MOST_NAMES:
+            raise RpcError(Status.INVALID_ARGUMENT, f"a request names at most {_MOST_NAMES} clusters")
         names = tuple(request.resource_names) or (CLUSTER,)
         if CLUSTER in names and not request.HasField("error_detail"):
             self._cell.acknowledge(self, self._sent_version if request.response_nonce else "")
