@@ -124,6 +124,15 @@ def test_every_live_key_changes_exactly_its_own_overrides() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("patch", [
+    {str(number): 1 for number in range(501)}, {"weights": {str(number): 1 for number in range(501)}},
+])  # fmt: skip
+def test_a_change_of_more_than_500_keys_is_refused_with_one_fault(patch: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        live_config.flattened(patch)
+    assert str(caught.value) == "at most 500 keys can change at once"
+
+
 def test_nesting_flattened_changes_restores_the_changes() -> None:
     assert live_config.nested(live_config.flattened(EVERYTHING)) == EVERYTHING
 

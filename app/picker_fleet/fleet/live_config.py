@@ -78,6 +78,7 @@ _LEAVES = [
 ]
 _MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # maximum flows with live weights: scripts read all weights after each change
+_MOST_CHANGES = 500  # maximum keys of a change: with thousands, its faults alone take a megabyte
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key can set
 _Path = tuple[str, ...]
@@ -100,6 +101,8 @@ def flattened(
 
     def add(path: _Path, value: Any) -> None:
         """Add the changes in `value`, the part of `patch` at `path`."""
+        if len(changes) + len(faults) >= _MOST_CHANGES:
+            raise ConfigError(f"at most {_MOST_CHANGES} keys can change at once")
         key, leaves = ".".join(path), _leaves_below(path)
         shown = ".".join(name[:60] for name in path)
         if key == _SCORERS and value is not None:
