@@ -823,6 +823,15 @@ def test_a_subset_hint_lists_endpoints(hint: object, expected: tuple[str, ...]) 
     assert read_subset(hint) == expected
 
 
+@pytest.mark.parametrize("entries", [["10.0.0.1:80"], [""]])
+def test_only_the_first_4096_entries_of_a_subset_hint_are_read(entries: list[str]) -> None:
+    found = ("10.0.0.1:80",) * 4096 if entries[0] else ()
+    for hint in (entries * 200_000, ",".join(entries * 200_000)):
+        began_s = time.thread_time()
+        assert read_subset(hint) == found
+        assert time.thread_time() - began_s < 0.1
+
+
 STATE = Way("inference", has_state=True)
 REFERRING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a response": ({"previous_response_id": "resp_1"}, ("resp_1",)),

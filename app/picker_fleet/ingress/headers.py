@@ -49,6 +49,7 @@ _SHORT_CONTEXT = 512  # maximum characters of a workload context that is cached
 DEFAULT_CRITICALITY = 3
 ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
+_MOST_HINTED = 4096  # maximum entries of a subset hint that are read, at about 2 µs each
 
 _GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # TimeoutValue and TimeoutUnit of the gRPC protocol
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -59,9 +60,12 @@ _MS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 def read_subset(hint: object) -> tuple[str, ...]:
     """The endpoints (`ip:port`, canonical) of a subset hint. `hint` is a list or a comma-separated string.
 
-    Entries that are not addresses are ignored; a hint of any other type gives no endpoints.
+    Entries that are not addresses, or beyond the first `_MOST_HINTED`, are ignored; a hint of any other type
+    gives no endpoints.
     """
-    entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
+    if isinstance(hint, str):
+        hint = hint.split(",", _MOST_HINTED)
+    entries = hint[:_MOST_HINTED] if isinstance(hint, list | tuple) else ()
     found: list[str] = []
     for entry in entries:
         with suppress(ValueError):
