@@ -123,6 +123,14 @@ def test_the_usage_of_a_compressed_answer_is_read_unless_it_is_a_bomb(answer: by
         assert counts(damaged, 100, b"gzip") == (None, None)
 
 
+def test_a_compressed_answer_in_small_chunks_is_decoded_in_bounded_time() -> None:
+    packer = zlib.compressobj()
+    bomb = b"".join(packer.compress(bytes(1_000_000)) for _ in range(300)) + packer.flush()
+    began_s = time.thread_time()
+    assert counts(bomb, 1900, b"deflate") == (None, None)
+    assert time.thread_time() - began_s < 0.2
+
+
 HOSTILE = (
     b'{"usage":', b'"usage":{', b'data: {"usage":{"prompt_tokens":', b'{"message":{"usage":', b"[[[[", b'"',
     b"\\", b"{}\n", b'"usage":null,', b'{"usage":{},', b'[{"meta_info":', b'data:{"usage":{}}\n',

@@ -33,7 +33,9 @@ _TAIL_BYTES = 16_384  # keep this many bytes of the end of a streamed answer
 _WHOLE_BYTES = 65_536  # keep this many bytes of the end of an answer in plain JSON
 _USAGE_BYTES = 4096  # read at most this much of a usage object in an answer that was not kept whole
 _FEW = 8  # maximum usage members to read in an answer, the last one first
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # read no usage if a chunk decompresses to more bytes
+# Read no usage if a chunk decompresses to more bytes, or all chunks to more than this and their size times
+# `_MOST_INFLATION`: text of answers is compressed to a fifth to a thirtieth, a bomb to a thousandth.
+_MOST_INFLATED_BYTES, _MOST_INFLATION = 2 * 1024 * 1024, 64
 _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore larger numbers, which cannot be token counts
 
 # Matches a string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
@@ -203,6 +205,7 @@ class UsageReader:
         self._size, self._most = 0, 0
         self._is_json = self._is_encoded = False
         self._inflate: Any = None
+        self._inflated_bytes = 0
 
     def encoded(self, encoding: bytes) -> None:
         """Set the answer's content-encoding. The reader decodes gzip and deflate; others yield no usage."""
@@ -259,7 +262,9 @@ class UsageReader:
         except zlib.error:
             self._inflate = None
             return b""
-        if self._inflate.unconsumed_tail:
+        self._inflated_bytes += len(inflated)
+        most_bytes = _MOST_INFLATED_BYTES + _MOST_INFLATION * self.total
+        if self._inflate.unconsumed_tail or self._inflated_bytes > most_bytes:
             self._inflate = None
         return inflated
 
