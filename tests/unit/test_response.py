@@ -123,6 +123,15 @@ def test_the_usage_of_a_compressed_answer_is_read_unless_it_is_a_bomb(answer: by
         assert counts(damaged, 100, b"gzip") == (None, None)
 
 
+def test_renaming_the_model_charges_its_work_by_the_tokens_of_the_text() -> None:
+    charged: list[int] = []
+    rename = ModelRename("target", "mine", charged.append)
+    rename.push(b"[]" * 8192, ended=False)
+    rename.push(b'{"text":"%s"}' % (b"x" * 16_000), ended=True)
+    assert charged[0] > 4000
+    assert charged[1] < 10
+
+
 def test_a_compressed_answer_in_small_chunks_is_decoded_in_bounded_time() -> None:
     packer = zlib.compressobj()
     bomb = b"".join(packer.compress(bytes(1_000_000)) for _ in range(300)) + packer.flush()

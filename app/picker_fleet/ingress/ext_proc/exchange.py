@@ -20,7 +20,7 @@ response (G6); in other modes the access log does. `server.Server` runs the serv
 import asyncio
 import enum
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
@@ -75,13 +75,14 @@ class _Forwarded(NamedTuple):
 
 class Exchange:
     """One ext_proc stream: call `receive` for each message, write the answers, and call `close` at the end.
+    `charge` is called with units of work (grpc/turns.py) that are beyond a message's usual work.
 
     Once `done` is True, the next answer from `receive` is the last. Once `answered` is True, messages may go
     to the method `pass_on`.
     """
 
-    def __init__(self, context: ExchangeContext) -> None:
-        self._context = context
+    def __init__(self, context: ExchangeContext, charge: Callable[[int], object] = lambda work: None) -> None:
+        self._context, self._charge = context, charge
         self._decision = Decision(context)
         self._step = _OPEN
         self._headers: dict[str, bytes] = {}
@@ -288,7 +289,8 @@ class Exchange:
         if decision.read(ask, self._headers, self._subset, self._forwarded_for):
             body = ask.renamed(decision.target_model)
             length, is_decoded = len(body), self._decoded is not None
-            rename = ModelRename(decision.target_model, ask.model) if ask.model else None
+            if ask.model:
+                rename = ModelRename(decision.target_model, ask.model, self._charge)
         elif self._decoded is not None:
             self._decoded.release()
         del ask  # free the parsed body before the request waits
@@ -399,7 +401,7 @@ class ExchangeService:
 
     async def process(self, stream: Stream) -> bytes | None:
         """Serve one ext_proc stream of Envoy. Returns the last answer, which the transport sends, or None."""
-        exchange = Exchange(self.context)
+        exchange = Exchange(self.context, stream.charge)
         self.context.open_requests.began()
         reading: asyncio.Task[bytes | None] | None = None  # the task that reads until the body's end
         try:
