@@ -126,10 +126,23 @@ def test_the_usage_of_a_compressed_answer_is_read_unless_it_is_a_bomb(answer: by
 def test_renaming_the_model_charges_its_work_by_the_tokens_of_the_text() -> None:
     charged: list[int] = []
     rename = ModelRename("target", "mine", charged.append)
-    rename.push(b"[]" * 8192, ended=False)
-    rename.push(b'{"text":"%s"}' % (b"x" * 16_000), ended=True)
-    assert charged[0] > 4000
-    assert charged[1] < 10
+    rename.push(b'{"text":"%s",' % (b"x" * 16_000), ended=False)
+    rename.push(b'"more":[%s' % (b"{}," * 500), ended=False)
+    assert charged[0] < 10 < 400 < charged[1]
+
+
+def test_a_chunk_of_too_many_brackets_ends_the_renaming_and_loses_no_byte() -> None:
+    chunks = [
+        b'{"mo',
+        b'del":"target","x":[',
+        b"[]," * 5000 + b'"tar',
+        b'get"],"message":{"model":"target"}}',
+    ]
+    rename, began_s = ModelRename("target", "mine"), time.thread_time()
+    sent = b"".join(rename.push(chunk, ended=chunk is chunks[-1]) for chunk in chunks)
+    assert sent == b"".join(chunks).replace(b'"target"', b'"mine"', 1)
+    assert rename.push(b"[]" * 4_000_000, ended=True) == b"[]" * 4_000_000
+    assert time.thread_time() - began_s < 0.2
 
 
 def test_a_compressed_answer_in_small_chunks_is_decoded_in_bounded_time() -> None:

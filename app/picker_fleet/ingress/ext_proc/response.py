@@ -44,6 +44,7 @@ _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # a chunk cut off within a string ends here, or after the backslash of an escape
+_FEW_TOKENS, _BYTES_A_TOKEN = 1024, 4  # rename while a chunk's first n bytes have up to 1024 + n / 4 tokens
 _TOKENS_A_UNIT = 2  # tokens that `ModelRename` reads in a unit of work
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model here
@@ -58,12 +59,12 @@ class ModelRename:
     Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
     only if its value is `target`. All other bytes stay unchanged. If the end of a chunk may be the start of
     the member `model`, that end is held back until the next chunk. Events end with a line break, so complete
-    events are never delayed. `charge` is called with the units of work (grpc/turns.py) of each chunk: a
-    hostile server's text has two tokens in each two bytes, an answer's about one in eight.
+    events are never delayed. `charge` is called with the units of work (grpc/turns.py) of each chunk. A chunk
+    with too many tokens ends the renaming: brackets are a token each, while real text has a tenth of that.
     """
 
     def __init__(self, target: str, mine: str, charge: Callable[[int], object] = lambda work: None) -> None:
-        self._charge = charge
+        self._charge, self._ended = charge, False
         self._spellings = (orjson.dumps(target), json.dumps(target).encode())
         self._mine = json.dumps(mine).encode()
         self._kept_back = b""
@@ -75,6 +76,8 @@ class ModelRename:
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
         """Take a chunk. Returns the bytes to forward: if `ended`, also all bytes that were held back."""
+        if self._ended:
+            return chunk
         data, copied, at, tokens = self._kept_back + chunk, 0, 0, 0
         sent: list[bytes] = []
         if self._events is None and (begun := data.lstrip()):
@@ -82,7 +85,7 @@ class ModelRename:
         if self._line_ended and data.startswith((b"\n", b"\r\n")):
             self._bracket(b"\n")
         self._line_ended = data.endswith((b"\n", b"\n\r"))
-        while True:
+        while tokens <= _FEW_TOKENS + at // _BYTES_A_TOKEN:
             tokens += 1
             if self._in_string:
                 rest = _REST_OF_STRING.match(data, at)
@@ -123,8 +126,10 @@ class ModelRename:
             if cut:
                 self._in_string = True
                 break
+        else:
+            self._ended = True
         self._charge(tokens // _TOKENS_A_UNIT)
-        if ended:
+        if ended or self._ended:
             at = len(data)
         sent.append(data[copied:at])
         self._kept_back = data[at:]
