@@ -58,7 +58,7 @@ def tree(*nodes: dict[str, Any]) -> Tree:
 @cases("section, told", {
     "a path twice": ({"nodes": [node(), node()]}, "node acme: is there twice"),
     "an empty segment": ({"nodes": [node("acme//key")]}, "node 'acme//key': has an empty segment"),
-    "a long segment": ({"nodes": [node("a/" + "b" * 257)]}, "has a segment longer than 256 bytes"),
+    "a longer path than a flow": ({"nodes": [node("a" * 128 + "/" + "b" * 128)]}, "is longer than 256 bytes"),
     "nine levels": ({"nodes": [node("1/2/3/4/5/6/7/8/9")]}, "has 9 levels; at most 8"),
     "a control character": ({"nodes": [node("a\x1fb")]}, "contains a control character"),
     "a * within": ({"nodes": [node("acme/*/key")]}, "'*' stands only in the last segment"),
