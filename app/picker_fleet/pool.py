@@ -266,7 +266,7 @@ class Pool:
             controls,
             Events(snapshots),
             self.metrics,
-            TenantTree(self.store, self._fleet_state, self.fleet),
+            TenantTree(self.store, self._fleet_state, self.fleet, self.membership.follow_tenants),
             UsageExport(self.store, settings.leases),
         )
 

@@ -18,6 +18,7 @@ from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.tenants import Budget, Limit, Node, Tenants, Tree
 from picker_fleet.fleet.tenant_metrics import TenantMetrics
+from picker_fleet.fleet.tenant_nodes import TenantNodes
 from picker_fleet.state.reads import QueueSnapshots, SnapshotTimes
 
 TENANTS = {"separator": "/", "prices": {}}
@@ -30,7 +31,13 @@ async def views_of(a: Replica, *nodes: Node) -> tuple[TenantTree, FleetStateCach
     store.queue_snapshots = QueueSnapshots(store._client, store.reads, store.keys.queue_snapshot, times)
     assert await a.store.set_tenants("tenants", {node.path: node.shared() for node in nodes})
     cache = FleetStateCache(a.store, 5)
-    return TenantTree(a.store, cache, KnownFleet(Settings(tenants=Tenants(nodes=nodes)))), cache
+    settings = Settings(tenants=Tenants(nodes=nodes))
+    known, followed = KnownFleet(settings), TenantNodes(store, settings)
+
+    async def follow() -> None:
+        known.tenants = await followed.follow("1") or known.tenants
+
+    return TenantTree(store, cache, known, follow), cache
 
 
 async def node(views: TenantTree, path: str) -> models.Tenant:
@@ -165,6 +172,23 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
             await node(views, "acme/k")
         with pytest.raises(Refused, match="no operator"):
             await views.undo(call, "acme/k")
+
+
+async def test_a_change_is_checked_against_the_last_change_by_another_replica(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", tenants=TENANTS) as (_, a, b):
+        acme = Node(path="acme", limits=(Limit(tokens=60, per="1m"),))
+        (views, _), (others, _) = await views_of(a, acme), await views_of(b, acme)
+        call = Request({"type": "http", "state": {}})
+        assert [each.path for each in (await others.page("")).children] == ["acme"]
+        for tokens in (600, 500):
+            body: Any = {"limits": [{"tokens": tokens, "per": "1m"}]}
+            await views.put(call, "acme", body)
+            await others.put(call, "acme/k", body)
+            await others.undo(call, "acme/k")
+        with pytest.raises(ConfigError, match="acme/k"):
+            await others.put(call, "acme/k", {"limits": [{"tokens": 501, "per": "1m"}]})
+        await views.put(call, "umbra", {})
+        assert [each.path for each in (await others.page("")).children] == ["acme", "umbra"]
 
 
 async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_pages(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -88,7 +89,7 @@ def api(
     membership = cast(Membership, CountingMembership())
     shared = cast(Store, store or ScriptedStore())
     controls = FleetControls(shared, membership, settings)
-    tenants = TenantTree(shared, cast(FleetStateCache, None), KnownFleet(settings))
+    tenants = TenantTree(shared, cast(FleetStateCache, None), KnownFleet(settings), partial(asyncio.sleep, 0))
     shown = cast(FleetView, view or View())
     pool = OperatedPool(
         settings.pool,

@@ -393,6 +393,8 @@ async def test_replicas_follow_live_changes_of_tenants_and_restore_them_after_a_
     assert [getattr(found.node(path), "weight", None) for path in ("a", "b", "c")] == [1, 5, None]
     assert await own.follow("1") is None
     shared.hashes.clear()
+    shared.calls.clear()
+    assert await own.follow("1") is None  # the next heartbeat will return another epoch
     await own.publish(cast(HeartbeatReply, Mock(leader=True, epoch="2")))
     restored = await own.follow("2")
     assert shared.hashes["tenant_changes"] == {"b": '{"weight":5}'}

@@ -6,7 +6,7 @@ decision. `add_routes` adds the calls to the API.
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -52,16 +52,23 @@ class _Activity:
 
 
 class TenantTree:
-    """Reads and changes the tree of one pool; `fleet` has the nodes with settings. One event loop."""
+    """Reads and changes the tree of one pool; `follow` reads the nodes with settings into `fleet`. One event
+    loop."""
 
-    def __init__(self, store: Store, cache: FleetStateCache, fleet: KnownFleet) -> None:
-        self._store, self._cache, self._fleet = store, cache, fleet
+    def __init__(
+        self,
+        store: Store,
+        cache: FleetStateCache,
+        fleet: KnownFleet,
+        follow: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store, self._cache, self._fleet, self._follow = store, cache, fleet, follow
         # The tree whose children are listed, and by path the children with settings (own, or of nodes below).
         self._listed: tuple[Tree | None, dict[str, set[str]]] = None, {}
         self._summed: tuple[FleetState, dict[str, _Activity]] = FleetState(), {}
 
     def tree(self) -> Tree:
-        """The nodes with settings, as read by the last heartbeat. Raises Refused (404) without tenants."""
+        """The nodes with settings, as read last. Raises Refused (404) without tenants."""
         if self._fleet.tenants is None:
             raise Refused(404, "no_tenants", "the configuration has no section `tenants`")
         return self._fleet.tenants
@@ -73,6 +80,7 @@ class TenantTree:
             Refused: 404 if the node has neither settings, requests, balances nor children.
             BadCursor: another list returned `cursor`.
         """
+        await self._follow()
         tree = self.tree()
         after = "" if cursor is None else decode_cursor(cursor, OF_TENANTS)[1]
         fleet, active = await self._activities(tree)
@@ -122,6 +130,7 @@ class TenantTree:
         self, request: Request, path: str, old: str, text: str, *, then: str = ""
     ) -> models.TenantChange:
         """Store the live change `text`; '' removes the change, and the settings `then` apply again."""
+        await self._follow()  # another replica may have made the last change
         former, node = (Node.of_shared(path, each) if each else None for each in (old, text or then))
         tree = self.tree().changed(path, node)
         if node is not None and (fault := await asyncio.to_thread(tree.fault_by, node)):
@@ -130,7 +139,6 @@ class TenantTree:
         request.state.detail = change.model_dump_json()
         if not await self._store.set_tenants("tenant_changes", {path: text}):
             raise StateUnavailable("the pool is not known yet: no replica has published its settings")
-        self._fleet.tenants = tree  # the next change may come before the next heartbeat has read the tree
         return change
 
     async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:

@@ -473,6 +473,11 @@ class Membership:
             _log.warning("a live change made the limits %s", why)
         self._on_config(self._fleet.config)
 
+    async def follow_tenants(self) -> None:
+        """Read the nodes of tenants if they have changed."""
+        if (tenants := await self._tenants.follow(self._epoch)) is not None:
+            self._fleet.tenants = tenants
+
     async def _follow_state(self) -> None:
         """Read the whole shared state, and pass the state to the parts of the replica that use it."""
         state = await self._read()
@@ -482,8 +487,7 @@ class Membership:
         self._fleet.prefills = pool.prefill_in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._fleet.prompt_lines = pool.prompt_lines
-        if (tenants := await self._tenants.follow(self._epoch)) is not None:
-            self._fleet.tenants = tenants
+        await self.follow_tenants()
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         bounds = self._fleet.config.settings.request_queue_controller
         least_most = (bounds.min_per_backend, bounds.max_per_backend) if bounds.is_adaptive else (None, None)

@@ -69,10 +69,13 @@ class TenantNodes:
         if not self._separator:
             return None
         version = await self._store.tenants_version()
+        former_epoch, former_version = self._followed
         if (epoch, version) == self._followed:
             return None
+        if epoch == former_epoch and int(version or 0) < int(former_version or 0):
+            return None  # Redis has lost the nodes: the next epoch restores the live changes
         changes = await self._store.nodes_of("tenant_changes")
-        if not changes and self._changes and epoch != self._followed[0]:
+        if not changes and self._changes and epoch != former_epoch:
             await self._store.set_tenants("tenant_changes", self._changes)
             changes = self._changes
         in_force = {**await self._store.nodes_of("tenants"), **changes}
