@@ -375,6 +375,11 @@ async def test_the_leader_alone_publishes_the_tenants_nodes_that_have_changed() 
     await own.publish(FOLLOWER)  # another replica has become the leader
     await own.publish(LEADER)
     assert "b" not in shared.hashes["tenants"]
+    shared.noted.clear()
+    for nodes in ((), (Node(path="c"),)):
+        own.found(nodes)
+        await own.publish(LEADER)
+    assert [each["change"] for each in shared.noted] == ["1200 nodes of tenants", "1 nodes of tenants"]
 
 
 async def test_without_tenants_no_nodes_are_published_or_read() -> None:

@@ -31,7 +31,8 @@ class TenantNodes:
         self._separator = "" if tenants is None else tenants.separator
         self._source = "tenants.file" if tenants and tenants.file else "configuration"
         self._own: dict[str, str] | None = None  # path -> JSON; None without tenants, until the file is read
-        self._published = ""  # the epoch that has these nodes, as far as this leader knows
+        # The epoch in which this leader published nodes last, and these nodes.
+        self._published: tuple[str, dict[str, str] | None] = "", None
         self._followed = ("", "")  # epoch and version of the nodes that were read last
         self._changes: Mapping[str, str] = {}  # the live changes
         self._parsed: dict[str, tuple[str, Node]] = {}  # path -> JSON, and the node
@@ -40,22 +41,21 @@ class TenantNodes:
 
     def found(self, nodes: Sequence[Node]) -> None:
         """Take the configured nodes."""
-        self._own, self._published = {node.path: node.shared() for node in nodes}, ""
+        self._own = {node.path: node.shared() for node in nodes}
 
     async def publish(self, pulse: HeartbeatReply) -> None:
         """Publish the configured nodes that differ from the published ones, if this replica leads; `pulse` is
         the reply to its last heartbeat."""
         if not pulse.leader:
-            self._published = ""  # another leader may publish other nodes
+            self._published = "", None  # another leader may publish other nodes
         own = self._own
-        if own is None or not pulse.leader or pulse.epoch == self._published:
+        if own is None or not pulse.leader or (pulse.epoch, own) == self._published:
             return
         former = await self._store.nodes_of("tenants")
         changes = dict(sorted((dict.fromkeys(former, "") | own).items() - former.items()))
         await self._store.set_tenants("tenants", changes)
-        if own is self._own:
-            self._published = pulse.epoch
-        if former and changes:  # record the change, as the admin API records operators' changes
+        is_first, self._published = self._published[0] != pulse.epoch, (pulse.epoch, own)
+        if changes and (former or not is_first):  # record them, as the admin API records operators' changes
             told = {path: {"old": former.get(path, ""), "new": text} for path, text in changes.items()}
             detail = json.dumps(told)[:_MOST_DETAIL]
             change = {"at": time.time(), "by": self._source, "address": "", "outcome": "made"}
