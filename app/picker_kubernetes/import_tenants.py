@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from picker_fleet.domain.allowlist import FAIRNESS_ID, is_custom
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
-from picker_fleet.domain.tenants import Limit
+from picker_fleet.domain.tenants import Limit, Node, Price, path_fault
 from picker_kubernetes.import_result import Imported, listed, mapping, mappings
 
 Object = Mapping[str, Any]
@@ -79,6 +81,15 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
         else:
             node[unit] = amount
     return node
+
+
+def _is_valid(amounts: Mapping[Kind, float]) -> bool:
+    """Whether limits may have these amounts."""
+    try:
+        Node.model_validate(_members("", amounts))
+    except ValidationError:
+        return False
+    return True
 
 
 def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
@@ -187,13 +198,19 @@ class _LiteLlm:
             if given.get(key) is None:
                 continue
             amount = _number(given[key], f"{kind}: {key} of {path}")
-            duration = str(given.get("budget_duration"))
+            duration = str(given.get("budget_duration") or "")
             unit, per = _RATES.get(key) or ("units", _PERIODS.get(duration, ""))
-            if amount and (per or key in _RATES):
-                node[self._token_unit if unit == "tokens" else unit, per] = amount
+            limit = {(self._token_unit if unit == "tokens" else unit, per): amount}
+            if not amount:
+                what = "0, which forbids every request,"
+            elif not (per or key in _RATES):
+                what = f"per {duration[:20]}" if duration else "without budget_duration"
+            elif _is_valid(limit):
+                node |= limit
+                continue
             else:
-                what = f"per {duration[:20]}" if amount else "0, which forbids every request,"
-                self._left_out[f"{kind}: no counterpart has {key} {what}"].append(path)
+                what = f"{amount:g}"
+            self._left_out[f"{kind}: no counterpart has {key} {what}"].append(path)
         return node
 
     def _set_prices(self, nodes: Nodes) -> None:
@@ -208,6 +225,7 @@ class _LiteLlm:
             with contextlib.suppress(KeyError, ValueError):
                 # YAML reads a number such as `3e-05`, which has no point, as a text.
                 found = {part: float(str(costs[key])) for part, key in kept}
+                Price.model_validate(found)
                 prices.setdefault(str(model.get("model_name")), found)
         if prices:
             self._result.section("tenants")["prices"] = prices
@@ -218,16 +236,21 @@ class _LiteLlm:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    number = -1.0
+    with contextlib.suppress(ValueError):
+        # YAML reads a number such as `3e-05`, which has no point, as a text.
+        number = float(str(value))
+    if not 0 <= number < math.inf:
         raise ConfigError(f"{where}: {str(value)[:40]!r} is no number of at least 0")
-    return value
+    return int(number) if number.is_integer() else number
 
 
 def _path(above: str, alias: object, identity: str, nodes: Nodes) -> str:
-    """The path of a child of `above` by its alias, or by its id if another node has the same alias."""
+    """The path of a child of `above` by its alias, or by its id if another node has the same alias or no path
+    can have the alias."""
     names = [re.sub(r"[/*]", "_", str(name)) for name in (alias or identity, identity)]
     paths = [f"{above}/{name}" if above else name for name in names]
-    return next((path for path in paths if path not in nodes), paths[-1])
+    return next((path for path in paths if path not in nodes and not path_fault(path, "/")), paths[-1])
 
 
 def _of_ai_gateway(objects: Sequence[Object], result: Imported) -> Nodes:
@@ -265,7 +288,7 @@ def _selects(rule: Object, where: str) -> dict[str, str]:
         for header in mappings(selector, "headers", f"{where}: headers"):
             name, kind = str(header.get("name")).lower(), str(header.get("type") or "Exact")
             value = "*" if kind == "Distinct" else str(header.get("value"))
-            is_exact = kind == "Exact" and not re.search(r"[/*]", value)
+            is_exact = kind == "Exact" and not re.search(r"[/*]", value) and not path_fault(value, "/")
             is_known = is_custom(name) and name != "x-ai-eg-model" and not header.get("invert")
             if not is_known or not (is_exact or kind == "Distinct"):
                 raise _NoCounterpart(f"the selector {name[:60]} {kind} {value[:60]}")

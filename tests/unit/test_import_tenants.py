@@ -96,6 +96,25 @@ def test_litellms_teams_and_keys_become_nodes_with_their_limits() -> None:
     assert "spend" not in "".join(result.remarks)
 
 
+def test_one_odd_name_or_amount_does_not_stop_the_import_of_litellms_limits() -> None:
+    teams = yaml.safe_load(json.dumps([
+        {"team_id": "1a", "team_alias": " ", "rpm_limit": 60.0},
+        {"team_id": "2b", "team_alias": "a\nb", "rpm_limit": 1.5, "tpm_limit": 2**63 - 1, "tpd_limit": 7},
+        {"team_id": "3c", "team_alias": "c" * 300, "max_budget": 1e-05, "budget_duration": "1d"},
+        {"team_id": "4d", "team_alias": "dee", "max_parallel_requests": 2_000_000, "max_budget": 3},
+    ]))  # fmt: skip
+    model = {"model_name": "free", "litellm_params": {"input_cost_per_token": -1, "output_cost_per_token": 1}}
+    result = imported([{"model_list": [model]}, teams])
+    assert {path: each.keys() - {"over_limit"} for path, each in nodes(result).items()} == {
+        "1a": {"limits"}, "2b": {"limits"}, "3c": {"budget"},
+    }  # fmt: skip
+    assert_named(
+        result, "has rpm_limit 1.5 of 2b", "has tpm_limit 9.22337e+18 of 2b",
+        "has max_parallel_requests 2e+06 of dee", "has max_budget without budget_duration of dee",
+        "tenants.prices of free",
+    )  # fmt: skip
+
+
 def policy(*rules: dict[str, Any]) -> dict[str, Any]:
     limits = {"type": "Global", "global": {"rules": list(rules)}}
     return {
@@ -136,6 +155,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
             rule(1, "Hour", team, f"{user}=root"),
             rule(1, "Hour") | {"clientSelectors": [{"sourceCIDR": {"value": "10.0.0.0/8"}}]},
             rule(1, "Hour"),
+            rule(1, "Hour", f"{team}= "),
         )]},
         {"apiVersion": "aigateway.envoyproxy.io/v1alpha1", "kind": "QuotaPolicy", "metadata": {"name": "q"}},
     ])  # fmt: skip
@@ -154,7 +174,8 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
         "rule 7: the cost other of",
         "rule 8: the selector x-ai-eg-model Exact gpt-4", "rule 9: not imported, since the tree's levels are",
         "rule 10: shadowMode", "rule 11: a selector below one of type", "rule 12: a selector by sourceCIDR",
-        "rule 13: a limit of all tenants", "QuotaPolicy q has no counterpart",
+        "rule 13: a limit of all tenants", f"rule 14: the selector {team} Exact",
+        "QuotaPolicy q has no counterpart",
     )  # fmt: skip
 
 
