@@ -1,5 +1,6 @@
 """Tenants: their configuration, the flows that headers name, and the limits that clients are shown."""
 
+import asyncio
 import json
 import time
 from collections import defaultdict
@@ -405,6 +406,21 @@ async def test_replicas_follow_live_changes_of_tenants_and_restore_them_after_a_
     assert shared.hashes["tenant_changes"] == {"b": '{"weight":5}'}
     assert restored is not None
     assert restored.node("b") == found.node("b")
+
+
+async def test_requests_do_not_wait_while_a_replica_parses_many_nodes() -> None:
+    shared = Nodes()
+    await shared.set_tenants("tenants", {f"a{number}": '{"weight":2}' for number in range(1000)})
+    nodes = nodes_of(shared)
+    reading = asyncio.create_task(nodes.follow("1"))
+    for _ in range(500):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    reading.cancel()  # as at the deadline of a call of the admin API
+    await asyncio.wait([reading])
+    found = await nodes.follow("1")
+    assert found is not None
+    assert len(found.nodes) == 1000
 
 
 def test_a_file_of_nodes_has_the_same_faults_as_the_configuration(tmp_path: Path) -> None:

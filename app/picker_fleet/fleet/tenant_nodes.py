@@ -4,6 +4,7 @@ The shared state has two hashes of nodes by path: the configured ones, which the
 live changes of operators, which win. Each replica follows both hashes.
 """
 
+import asyncio
 import json
 import logging
 import time
@@ -80,11 +81,19 @@ class TenantNodes:
             changes = self._changes
         in_force = {**await self._store.nodes_of("tenants"), **changes}
         self._followed, self._changes = (epoch, version), changes
-        former, self._parsed = self._parsed, {}
-        for path, text in in_force.items():
-            known = former.get(path)
-            self._parsed[path] = known if known and known[0] == text else (text, Node.of_shared(path, text))
-        return Tree((node for _, node in self._parsed.values()), self._separator)
+        parsed = {}
+        try:
+            for path, text in in_force.items():
+                known = self._parsed.get(path)
+                if known is None or known[0] != text:
+                    await asyncio.sleep(0)  # requests must not wait while 10 000 nodes are parsed
+                    known = text, Node.of_shared(path, text)
+                parsed[path] = known
+        except asyncio.CancelledError:
+            self._followed = "", ""  # the next call parses the nodes
+            raise
+        self._parsed = parsed
+        return Tree((node for _, node in parsed.values()), self._separator)
 
 
 def nodes_file(settings: Settings) -> WatchedFile[tuple[Node, ...]] | None:
