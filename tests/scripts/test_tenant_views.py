@@ -129,6 +129,18 @@ async def test_a_leaf_that_waits_for_its_flows_limit_does_not_wait_for_its_tenan
         assert (leaf.queued, leaf.waits, leaf.waits_s) == (1, waits, None)
 
 
+async def test_a_flow_without_a_tenant_is_listed_at_the_top(fleet: OpenFleet) -> None:
+    async with fleet("a", upper_per=1, tenants=TENANTS) as (_, a):
+        views, _ = await views_of(a, Node(path="acme"))
+        for name, flow in (("runs", "acme/k"), ("w1", "/k"), ("w2", "//k"), ("w3", "acme/k")):
+            await a.admit(name, flow=flow)
+        top = (await views.page("")).children
+        assert [(each.path, each.queued) for each in top] == [("/", 1), ("/k", 1), ("acme", 1)]
+        assert [each.fair_share for each in top] == pytest.approx([1 / 3] * 3)
+        assert [each.path for each in (await views.page("/")).children] == ["//k"]
+        assert (await node(views, "/k")).queued == 1
+
+
 async def test_a_top_up_whose_reply_was_lost_counts_once(fleet: OpenFleet, valkey_url: str) -> None:
     async with proxy_to(valkey_url) as proxy, fleet("a", through={"a": proxy.url}, tenants=TENANTS) as (_, a):
         await views_of(a, Node(path="acme", budget=Budget(units=100.0, period="month")))

@@ -6,7 +6,7 @@ decision. `add_routes` adds the calls to the API.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -174,7 +174,7 @@ class TenantTree:
             return self._summed
         found: dict[str, _Activity] = {}
         for at, queue in enumerate(fleet.queues, 1):
-            for above, path in itertools.pairwise(("", *tree.paths(queue.name))):
+            for above, path in _steps(tree, queue.name):
                 each = found.setdefault(path, _Activity(above))
                 each.queued += queue.queued
                 each.oldest_s = max(each.oldest_s, queue.oldest_s)
@@ -183,10 +183,16 @@ class TenantTree:
             if at % _SUMMED_AT_ONCE == 0:
                 await asyncio.sleep(PAUSE_S)
         for (_, flow), cost in fleet.served.flows.items():
-            for above, path in itertools.pairwise(("", *tree.paths(flow))):
+            for above, path in _steps(tree, flow):
                 found.setdefault(path, _Activity(above)).cost_per_s += cost
         self._summed = fleet, found
         return self._summed
+
+
+def _steps(tree: Tree, flow: str) -> Iterator[tuple[str, str]]:
+    """Each node of a flow after its parent, from the top. A flow such as `/key` is a child of the root, whose
+    path is '', too."""
+    return itertools.pairwise(("", *filter(None, tree.paths(flow))))
 
 
 def _told(node: Node | None) -> dict[str, Any] | None:
