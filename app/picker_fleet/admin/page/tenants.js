@@ -12,10 +12,11 @@ let isReading = false;
 
 const UNITS = { parallel: "in flight", budget: "cost units" };
 
-function limitText({ unit, per, burst, remaining }) {
+function limitText({ unit, per, amount, burst, remaining }) {
   const name = UNITS[unit] ?? unit.replaceAll("_", " ");
   const of = unit === "parallel" ? burst - remaining : remaining;
-  return `${number(of, 0)} of ${number(burst, 0)} ${name}${unit === "parallel" ? "" : " left"}${per ? `, per ${per}` : ""}`;
+  const rate = amount === burst ? "" : `${number(amount, 0)} `;
+  return `${number(of, 0)} of ${number(burst, 0)} ${name}${unit === "parallel" ? "" : " left"}${per ? `, ${rate}per ${per}` : ""}`;
 }
 
 const tenants = new Rows(byId("rows-tenants"), ({ tenant }) => tenant.path, () => {
