@@ -259,9 +259,11 @@ do -- a chunk may have 200 locals
   end
 
   local LONGEST_RETRY_S = 31 * 86400
-  -- The limits do not suffice for arriving request r: return a refusal, mark r as demoted, or let r wait (nil).
+  -- The limits do not suffice for arriving request r: return a refusal, mark r as demoted, or let r wait (nil). If
+  -- several nodes refuse r, the refusal names the limit for which r must wait longest.
   local function exceed(found, r)
     local uncharged = tenants.charges(found.shape, r).uncharged
+    local longest_s, told = 0, nil
     for _, node in ipairs(found.nodes) do
       local limit, wait_ms, is_over_burst = lack(node, found, uncharged, r)
       if limit and limit.over_limit == 'demote' then
@@ -269,11 +271,11 @@ do -- a chunk may have 200 locals
       elseif is_over_burst then
         return 'refused ' .. REFUSED.OVER_BURST .. ' 0' .. described(node, limit)
       elseif limit and (limit.over_limit == 'reject' or settings.queue_enabled == 0) then
-        local retry_s = wait_ms < math.huge and math.ceil(wait_ms / 1000 - RESIDUE) or 1
-        return 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. math.max(1, math.min(retry_s, LONGEST_RETRY_S))
-          .. described(node, limit)
+        local retry_s = wait_ms < math.huge and math.max(1, math.ceil(wait_ms / 1000 - RESIDUE)) or 1
+        if retry_s > longest_s then longest_s, told = retry_s, described(node, limit) end
       end
     end
+    return told and 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. math.min(longest_s, LONGEST_RETRY_S) .. told
   end
 
   -- Charge an arriving request to the limits that reject or demote, and move a demoted request to the lowest band. If a

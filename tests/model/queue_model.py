@@ -3,7 +3,6 @@
 Each public method of `QueueModel` models one script of `lua/`. The model's clock is `moment.now_us` (µs).
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -365,10 +364,9 @@ class QueueModel(PoolModel):
         lack = self.quotas.arrive(r, may_wait=self.queues)
         if lack is not None:
             reason = "over-burst" if lack.over_burst else "over-limit"
-            wait_s = max(1, math.ceil(lack.wait_ms / 1000 - 1e-6)) if lack.wait_ms < math.inf else 1
             self._log("refused", r.id)
             shown = "\x1f" + shown if (shown := self.quotas.shown(r.flow)) else ""
-            return f"refused {reason} {0 if lack.over_burst else wait_s}\x1f{lack}{shown}"
+            return f"refused {reason} {0 if lack.over_burst else lack.retry_s}\x1f{lack}{shown}"
         if self.quotas.is_demoted(r.id):
             r.priority = min(self.queue.bands)
         return None

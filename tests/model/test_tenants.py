@@ -89,6 +89,19 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
     assert pool.admit(arrival.format(name="more"))[0].startswith("placed")
 
 
+def test_a_refusal_names_the_limit_for_which_a_request_must_wait_longest(side: ScriptSide) -> None:
+    reject = {"over_limit": "reject"}
+    keys = reject | {"limits": [limit("requests", 1, 60_000), limit("tokens", 9)]}
+    pool = pool_of(side, {"a": reject | {"max_parallel": 1}, "a/*": keys}, **ROOMY)
+    pool.admit("runs flow=a/k")
+    for asked, told in (
+        ("flow=a/k", "over-limit 60\x1frequests 60000 a/k"),
+        ("flow=a/other", "over-limit 1\x1fparallel 0 a"),
+        ("flow=a/other prompt_tokens=10", "over-burst 0\x1ftokens 1000 a/other"),
+    ):
+        assert pool.admit(f"more {asked}")[0].startswith(f"refused {told}\x1f")
+
+
 def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("requests", 1)], "over_limit": "demote"}}, upper_per=2)
     pool.admit("first flow=a band=0, runs flow=b")

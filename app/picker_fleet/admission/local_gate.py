@@ -193,10 +193,8 @@ class LocalGate:
         lack = quotas.arrive(request) if request.id not in quotas.charges else None
         if lack is not None:
             reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
-            wait_s = math.ceil(lack.wait_ms / 1000 - RESIDUE) if lack.wait_ms < math.inf else 1
-            error = refusal(
-                Refused(reason, wait_s, str(lack), quotas.shown(request.flow)), request, wait_s, quotas.tree
-            )
+            refused = Refused(reason, lack.retry_s, str(lack), quotas.shown(request.flow))
+            error = refusal(refused, request, lack.retry_s, quotas.tree)
             assert error is not None
             self._metrics.push_error(request.model, error.code, request.target_model)
             raise error

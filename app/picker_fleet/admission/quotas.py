@@ -102,6 +102,11 @@ class Lack(NamedTuple):
     wait_ms: float
     over_burst: bool
 
+    @property
+    def retry_s(self) -> int:
+        """The whole seconds until the limit suffices, at least 1; 1 if other requests must end first."""
+        return max(1, math.ceil(self.wait_ms / 1000 - RESIDUE)) if self.wait_ms < math.inf else 1
+
     def __str__(self) -> str:
         """The text by which replies of the Lua scripts name the limit (lua/admit.lua)."""
         return f"{self.limit.unit} {self.limit.per} {self.path}"
@@ -152,18 +157,25 @@ class Quotas:
 
     def arrive(self, r: Arriving, *, may_wait: bool = True) -> Lack | None:
         """Charge an arriving request to the nodes that reject or demote; mark its charge if a node demotes
-        it. If a node refuses the request, return the reason and charge nothing; unless the request
-        `may_wait`, nodes that queue refuse it, too."""
+        it. If nodes refuse the request, return the reason for which it must wait longest, and charge
+        nothing; unless the request `may_wait`, nodes that queue refuse it, too."""
         nodes = self._nodes(r.flow)
         if not nodes:
             return None
         charge = Charge(r.flow, r.model, r.prompt_tokens, r.answer_tokens)
+        longest: Lack | None = None
         for node in nodes:
             lack = self._lack(node, charge)
-            if lack is not None and node.over_limit == "demote":
+            if lack is None:
+                continue
+            if node.over_limit == "demote":
                 charge.demoted = True
-            elif lack is not None and (lack.over_burst or node.over_limit == "reject" or not may_wait):
+            elif lack.over_burst:
                 return lack
+            elif node.over_limit == "reject" or not may_wait:
+                longest = max(longest or lack, lack, key=lambda each: each.retry_s)
+        if longest is not None:
+            return longest
         self.charges[r.id] = charge
         for node in nodes:
             if node.over_limit != "queue":
