@@ -358,12 +358,30 @@ do -- a chunk may have 200 locals
     end
   end
 
+  -- Add r to the counts of former limits on requests in flight of the nodes at `levels`, or remove r (`sign` -1): if
+  -- such a limit comes back, its count must be exact.
+  local ONE = {1}
+  local function count_former(r, levels, sign)
+    for i = 1, #levels do
+      local path = tenants.paths(r.flow)[levels[i]]
+      local count = path and tenants.former(path)
+      if count and count.changed_in ~= calls then
+        count.owed = decode(count, read('HGET', key.balances, count.field))
+      end
+      if count and count.owed + sign >= 0 then add({count}, ONE, taken, sign) end
+    end
+  end
+
   -- End a request's charge: correct the charge by the reported usage; without usage, refund the whole charge if the
   -- request ended `unserved`, else only its place among the requests in flight.
   function quotas.ended(r, unserved)
     local found = balances_of(r)
-    if not found then return end
+    if not found then
+      if r.tenancy > 0 then count_former(r, tenants.charges(tenants.counting[r.flow].shape, r).former, -1) end
+      return
+    end
     local lists = tenants.charges(found.shape, r)
+    count_former(r, lists.former, -1)
     if corrected == r then
       add(found, lists.charged, change, 1)
     elseif unserved and r.charged ~= '' then
@@ -449,7 +467,8 @@ do -- a chunk may have 200 locals
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
     local found = balances_of(r)
-    if not found then r.tenancy = 0 end -- no limit can charge a placed request: its record needs no estimate
+    -- No limit can charge a placed request: its record needs no estimate.
+    if not found and not string.find(r.charged, 'parallel', 1, true) then r.tenancy = 0 end
     local text = found and quotas.balances(found) or ''
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
     return text
@@ -511,6 +530,7 @@ do -- a chunk may have 200 locals
         r.tenancy = settings.tenancy
         local found = balances_of(r)
         if found then add(found, tenants.charges(found.shape, r).running, taken, 1) end
+        count_former(r, tenants.charges(tenants.counting[r.flow].shape, r).former, 1)
         record.put(r)
       end
     end
@@ -553,6 +573,7 @@ do -- a chunk may have 200 locals
       local per = string.match(kind or '', ':(%w+)$')
       local per_ms, valid, _, at_ms = tonumber(per), pcall(struct.unpack, 'dd', texts[i])
       local is_recent = per_ms and valid and now_ms - at_ms < per_ms
+        or kind == 'parallel' and decode(tenants.FORMER, texts[i]) > 0
         or string.find(kind or '', '^budget:') and tonumber(string.match(texts[i], '^%d+')) == period_of(per)
       if looked_at < MOST_OLD and not is_recent then
         looked_at = looked_at + 1

@@ -110,6 +110,15 @@ do -- a chunk may have 200 locals
     return setmetatable(balance, constants)
   end
 
+  -- The count of a node's former limit on requests in flight: requests that this limit has counted are still in it.
+  tenants.FORMER = {unit = 'parallel', per = 0, name = 'parallel'}
+  tenants.FORMER.__index = tenants.FORMER
+  function tenants.former(path)
+    local node = tenants.node(path)
+    node.former = node.former or new_balance(node, tenants.FORMER)
+    return node.former
+  end
+
   -- A node is the list of its limits and, if it has one, its count `served`.
   function tenants.node(path)
     local node = nodes[path]
@@ -163,22 +172,30 @@ do -- a chunk may have 200 locals
   -- Return the positions of request r's limits in lists. `charged`: limits that have charged r; `running`: charged
   -- limits on requests in flight; `uncharged`: limits that have not charged r; `arrive`: uncharged limits that charge
   -- at arrival; `start`: uncharged limits and the counts of the cost served; `restart`: limits and counts that a start
-  -- has charged. Nodes that demote do not charge a demoted request.
+  -- has charged; `former`: levels of nodes whose former limits on requests in flight count r. Nodes that demote do not
+  -- charge a demoted request.
   local function find_charges(shape, r)
-    local lists = {charged = {}, running = {}, uncharged = {}, arrive = {}, start = {}, restart = {}}
+    local lists = {charged = {}, running = {}, uncharged = {}, arrive = {}, start = {}, restart = {}, former = {}}
+    local counted = {}
     for i, constants in ipairs(shape) do
       if constants == SERVED then
         add(lists.start, i)
         add(lists.restart, i)
       elseif string.find(r.charged, constants.code, 1, true) then
         add(lists.charged, i)
-        if constants.unit == 'parallel' then add(lists.running, i) end
+        if constants.unit == 'parallel' then
+          add(lists.running, i)
+          counted[constants.code] = true
+        end
         if constants.over_limit == 'queue' then add(lists.restart, i) end
       elseif not (r.demoted == 1 and constants.over_limit == 'demote') then
         add(lists.uncharged, i)
         add(lists.start, i)
         if constants.over_limit ~= 'queue' then add(lists.arrive, i) end
       end
+    end
+    for code, level in string.gmatch(r.charged, '((%d+)parallel,)') do
+      if not counted[code] then add(lists.former, tonumber(level)) end
     end
     return lists
   end

@@ -6,6 +6,10 @@ from picker_fleet.admission.quotas import Arriving, Charge, Quotas, _Settings, p
 from picker_fleet.domain.tenants import Price, Tree
 
 
+def _is_parallel(key: str) -> bool:
+    return key.endswith("\x1fparallel")
+
+
 class SweptQuotas(Quotas):
     """Quotas that also change settings, refund requests that return to the queue, count the cost served at
     each node with settings for its own path, forget balances without effect, recount requests in flight."""
@@ -19,7 +23,7 @@ class SweptQuotas(Quotas):
         for request_id, charge in self.charges.items():
             charge.limits.clear()
             charge.started = request_id in running
-        for key in [key for key in self.balances if key.endswith("\x1fparallel")]:
+        for key in list(filter(_is_parallel, self.balances)):
             del self.balances[key]
 
     def wait(self, r: Arriving) -> None:
@@ -28,9 +32,19 @@ class SweptQuotas(Quotas):
 
     def quota(self, request_id: str) -> str:
         told = super().quota(request_id)
-        if request_id in self.charges and not self._nodes(self.charges[request_id].flow):
+        charge = self.charges.get(request_id)
+        if charge is not None and not self._nodes(charge.flow) and not any(map(_is_parallel, charge.limits)):
             del self.charges[request_id]  # no node on the flow's path has anything to charge
         return told
+
+    def end(self, request_id: str, *, unserved: bool) -> None:
+        """End a charge, and remove the request from the counts of its nodes' former limits."""
+        charge = self.charges.get(request_id)
+        if charge is not None:
+            for key in charge.limits - {limit.key for _, limit in self._charged(charge)}:
+                if _is_parallel(key) and self.balances.get(key, (0.0,))[0] > 0:
+                    self._put(key, self.balances[key][0] - 1)
+        super().end(request_id, unserved=unserved)
 
     def never_suffices(self, request_id: str) -> bool:
         """Whether the first node on the request's path with a short balance does not let the request wait."""
@@ -102,6 +116,8 @@ class SweptQuotas(Quotas):
         for key, balance in list(self.balances.items()):
             path, _, kind = key.rpartition("\x1f")
             unit, _, per = kind.partition(":")
+            if unit == "parallel" and balance[0] > 0:
+                continue
             if per.isdecimal() and now_ms - balance[1] < int(per):
                 continue
             if unit == "budget" and balance[0] == period_of(per, now_ms)[0]:

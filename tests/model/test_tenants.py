@@ -89,6 +89,23 @@ def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: Scrip
     assert pool.admit(arrival.format(name="more"))[0].startswith("placed")
 
 
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_limit_on_requests_in_flight_that_comes_back_counts_the_running_requests(
+    side: ScriptSide, *, swept: bool
+) -> None:
+    node = {"a": {"max_parallel": 2, "over_limit": "reject"}}
+    pool = pool_of(side, node, **ROOMY)
+    pool.admit("ends flow=a/k, stays flow=a/k")
+    pool.call("set_tenants", "tenants", {"a": ""})
+    if swept:
+        pool.sweep()
+    pool.end("ends")
+    pool.call("set_tenants", "tenants", {"a": json.dumps(node["a"])})
+    assert pool.admit("more flow=a/k")[0].startswith("placed")
+    assert pool.admit("most flow=a/k")[0].startswith("refused over-limit 1\x1fparallel 0 a")
+    assert pool.model.quotas.balances["a\x1fparallel"] == (2,)
+
+
 def test_a_refusal_names_the_limit_for_which_a_request_must_wait_longest(side: ScriptSide) -> None:
     reject = {"over_limit": "reject"}
     keys = reject | {"limits": [limit("requests", 1, 60_000), limit("tokens", 9)]}

@@ -129,10 +129,13 @@ class Quotas(Check):
             # If nodes have lost their limits since the charge, there is nothing to refund.
             self._ended.append((entry.request, charge, self._has_quota(entry)))
             self._granted.pop(entry.request, None)
-            for kind, _, limit in self._limits(entry.flow):
-                if kind[1] == _PARALLEL and kind in charge.limits:
-                    self._change(kind, limit, entry, -1)
-                    charge.limits.remove(kind)
+            self._leave(charge, entry)
+
+    def _leave(self, charge: _Charge, entry: Entry) -> None:
+        """Remove a request from the counts of requests in flight, also of nodes that have lost this limit."""
+        for kind in [kind for kind in charge.limits if kind[1] == _PARALLEL]:
+            self._change(kind, None, entry, -1)
+            charge.limits.remove(kind)
 
     def _end_decision(self) -> None:
         """Check the requests of a decision whose entries have all been seen."""
@@ -262,6 +265,7 @@ class Quotas(Check):
                 charge.limits.remove(kind)
         charge.entries.pop(phase, None)
         if phase != _GRANT:
+            self._leave(charge, entry)
             charge.limits.clear()  # limits that nodes have lost since the charge cannot be refunded
             del self._charges[entry.request]
 
