@@ -85,6 +85,15 @@ QUOTAS: dict[str, tuple[str, str | None]] = {
     "a demoted request pays no node that demotes": (
         f"{starts('r')}, charged d arrival 5 10 15 demoted, bypassed d, charged d grant 5 10 15", None
     ),
+    "a lowered limit applies since the last change of its balance": (
+        'tenant acme/search/k1 {"limits":[{"unit":"requests","amount":900,"per_ms":9000,"burst":2}]}, '
+        "charged r arrival 1 1 2, bypassed r, charged r grant 1 1 2, charged s arrival 1 1 2, bypassed s, "
+        "charged s grant 1 1 2, +1, used r 1 0 1 2, completed r, "
+        'tenant acme/search/k1 {"over_limit":"demote","limits":[{"unit":"requests","amount":2,'
+        '"per_ms":9000}]}, '
+        "charged d arrival 1 1 2 demoted, bypassed d, charged d grant 1 1 2",
+        None,
+    ),
     "a level above is skipped": (
         f"{starts('r')}, +1, {starts('s')}, completed r, completed s, +1, {starts('t')}",
         "acme is charged 15 tokens",

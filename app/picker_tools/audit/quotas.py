@@ -228,10 +228,12 @@ class Quotas(Check):
         return node.budget.units - spent, node.budget.units
 
     def _change(self, kind: _Kind, limit: Limit | None, entry: Entry, by: float) -> None:
-        """Raise the used part of a limit."""
+        """Raise the used part of a limit. If `by` is 0, the time of the amount stays: a limit that changes
+        later applies since then, as in the scripts."""
         path, unit, period = kind
         if limit is not None:
-            self._owe(path, limit, entry, by)
+            if by:
+                self._owe(path, limit, entry, by)
         elif unit == _PARALLEL:
             self._parallel[path] += int(by)
             if self._parallel[path] <= 0:
