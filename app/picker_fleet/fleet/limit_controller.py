@@ -227,11 +227,13 @@ class LimitController:
         ended = self._rate * seen.requests * since_s
         known.pages = [*known.pages[1 - _KEPT :], _Figures(runs, preempted, ended)]
         batch = max(each.running for each in known.pages)
-        known.on_way = max(seen.requests - sequences, known.on_way * _REMEMBERED)
+        on_way = max(seen.requests - sequences, 0.0)
+        known.on_way = max(on_way, known.on_way * _REMEMBERED)
         refill = min(known.on_way, self._rate * seen.requests * _SLACK_S)
+        share = max(_SLACK, refill * seen.mean_request / max(batch, 1.0))
         one = math.ceil(seen.mean_request)
-        slack = max(one, int(max(batch * _SLACK, refill * seen.mean_request)))
-        is_queueing = page.waiting > 1.0 and seen.in_flight - runs > slack
+        slack = max(one, int(max(batch, 1.0) * share))
+        is_queueing = seen.requests > 0 and page.waiting > max(1.0, page.running * share - on_way)
         known.queued_pages = known.queued_pages + 1 if is_queueing else 0
         may_grow = waiting and not is_queueing and now_s >= known.resumes_s
         if (page.kv_utilisation or 0.0) >= _KV_NEAR:
