@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 
 # The slack: how much a limit adds to the running batch so that the batch stays full. A fraction of the batch,
 # or as many requests as were on their way (in flight, but not on a page), at most those that end within a
-# time. The fleet fills a freed place in a few ms on a calm host, in some 100 ms on a busy one; requests of one
-# length that began together free all places at once.
+# time. The fleet fills a freed place in a few ms on a calm host, in some 100 ms on a busy one; requests of
+# one length that began together free all places at once.
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.3
 _REMEMBERED: Final = 0.98  # factor, at each page, for the most requests that were on their way
