@@ -159,6 +159,8 @@ def _summary(settings: "Settings") -> list[str]:
             f"lower {bounds.lower_per_backend:g}, watermark {bounds.watermark_per_backend:g}, "
             f"upper {bounds.upper_per_backend:g} {bounds.unit}\n    {bounds.why_static or 'static'}"
         )
+    if bounds.ignored:
+        found += f"\n    without effect in this mode: {', '.join(bounds.ignored)}"
     tenants, named = settings.tenants, "only by models, since extproc.trusted_headers lacks the fairness id"
     if tenants is not None and tenants.headers:
         named = f"by {', '.join(tenants.headers)}"

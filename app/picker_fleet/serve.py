@@ -256,6 +256,8 @@ def run(args: argparse.Namespace) -> int:
     for name, its in pools_of(settings).items():
         if why := its.request_queue_controller.why_static:
             _log.info("pool %s: %s", name, why)
+        if ignored := its.request_queue_controller.ignored:
+            _log.warning("pool %s: %s have no effect in this mode", name, ", ".join(ignored))
     # Collect garbage seldom to save a few per cent of CPU time: requests leave few reference cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()

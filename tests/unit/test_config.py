@@ -474,7 +474,14 @@ def test_picker_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(
     assert out.err == ""
     written(tmp_path, "request_queue_controller: {max_per_backend: 3}")
     assert cli.main(["check", str(path)]) == 0
-    assert "found by the fleet, 3 requests each at first\n" in capsys.readouterr().out
+    assert "found by the fleet, 3 requests each at first\n  queue" in capsys.readouterr().out
+    for given, told in (
+        ("mode: adaptive, watermark_per_backend: 4", "watermark_per_backend"),
+        ("mode: static, max_per_backend: 4, pinned: {'10.0.0.1:80': 2}", "max_per_backend, pinned"),
+    ):
+        written(tmp_path, f"request_queue_controller: {{{given}}}")
+        assert cli.main(["check", str(path)]) == 0
+        assert f"without effect in this mode: {told}\n" in capsys.readouterr().out
     for given, told in (
         ("extproc: {trusted_headers: [x-llm-d-inference-fairness-id]}\ntenants: {}", "by the fairness id"),
         ("extproc: {trusted_headers: [x-org]}\ntenants: {headers: [x-org]}", "by x-org"),

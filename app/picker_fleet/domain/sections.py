@@ -412,6 +412,8 @@ _BOUNDS = (
     "lower_bound_per_backend",
     "upper_bound_per_backend",
 )
+# Keys of the mode `adaptive`.
+_LIMITS = ("min_per_backend", "max_per_backend", "initial_per_backend", "pinned")
 MOST_LIMIT = int(MOST_COST)
 _INITIAL_LIMIT = {"requests": 8, "tokens": 4096}
 EndpointLimit = Annotated[Count, Field(ge=1, le=MOST_LIMIT)]
@@ -448,8 +450,16 @@ class RequestQueueController(Section):
     @property
     def bounds_named(self) -> tuple[str, ...]:
         """The configured keys that belong to the mode `static`."""
+        return self._named(_BOUNDS)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The configured keys that belong to the other mode, and so have no effect."""
+        return self._named(_BOUNDS if self.is_adaptive else _LIMITS)
+
+    def _named(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(
-            name for name in _BOUNDS if getattr(self, name) is not None and name in self.model_fields_set
+            name for name in names if getattr(self, name) is not None and name in self.model_fields_set
         )
 
     @property
