@@ -129,7 +129,7 @@ class EngineBlocks:
                     yield Changes(is_cleared, stored)
                     is_cleared, stored = False, {}
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError) as fault:
-            raise ValueError(f"no batch of KV events: {fault}") from None
+            raise ValueError(f"no batch of KV events: {fault!r}") from None
         yield Changes(is_cleared, stored)
 
     def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:

@@ -6,10 +6,10 @@ has to find the number at which an engine's batch is full and no request waits b
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
   its requests at once: first by doubling (slow start; Jacobson, "Congestion avoidance and control", 1988),
   after the first signal of a full engine by small steps.
-- A limit falls as soon as the engine queues requests that it does not start, or preempts or refuses requests.
-  The number of running requests then shows how many fit, so the limit falls to that number at once. After a
-  fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV cache that
-  nears its end only ends the doubling: once it is full, the engine queues or preempts.
+- A limit falls as soon as the engine queues requests that it does not start, or preempts many or refuses any.
+  The number of running requests shows how many fit, so the limit falls at once to that number and a slack.
+  After a fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV
+  cache that nears its end only ends the doubling: once it is full, the engine queues or preempts.
 - A limit at which a configured latency objective would be missed falls, and no limit grows that far.
 - Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
   the pool then completes more requests a second; at times down, and back unless the rate holds.
