@@ -30,17 +30,20 @@ class Upload:
     async def send(self, body: bytes, fields: Fields = (), trailers: Fields = ()) -> None:
         """Send headers, all of `body` as fast as flow control allows, and trailers."""
         await self.send_open(body, fields)
-        self._h2.send_headers(1, trailers, end_stream=True)
-        await self._flush()
+        if not self._over:
+            self._h2.send_headers(1, trailers, end_stream=True)
+            await self._flush()
 
     async def send_open(self, body: bytes, fields: Fields = ()) -> None:
-        """Send headers and all of `body`, but do not end the stream."""
+        """Send headers and all of `body`, but do not end the stream. Stop if the stream ends meanwhile."""
         self._h2.send_headers(1, [*_HEAD, *fields])
         await self._flush()
         at = 0
         while at < len(body):
             while not (room := min(self._h2.local_flow_control_window(1), 16_384, len(body) - at)):
                 await self._receive()
+                if self._over:
+                    return
             self._h2.send_data(1, body[at : at + room])
             at += room
             await self._flush()
