@@ -145,7 +145,8 @@ end
 function view.request(r, is_overdue)
   local wait, criticality, rate = score_parts(r)
   return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, PRIORITY[r.band], r.workload, r.model,
-    r.criticality, r.cost, r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints,
+    r.criticality, r.cost, r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0,
+    r.state == STATE_PLACED and r.endpoints or '',
     r.limit, wait, criticality, rate, r.prefillers)
 end
 

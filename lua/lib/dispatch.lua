@@ -8,8 +8,8 @@
 -- (G1). If `split` names candidates ('': none), also choose and reserve a prefill endpoint. If no other endpoint is
 -- ready for the prefill, do not split the request. Return 'placed a,b,c LOADS', with prefill endpoints 'placed
 -- a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints at their own limit (for
--- prefill endpoints, the names by `stages.blocker`). The caller accounts for the stock and for the flow's total in
--- flight.
+-- prefill endpoints, the names by `throttle.prefill_of`). The caller accounts for the stock and for the flow's total
+-- in flight.
 local function place_request(r, candidates, split, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
@@ -31,12 +31,11 @@ local function place_request(r, candidates, split, turn, picks)
   return 'placed ' .. picked .. ' ' .. seen
 end
 
--- Place a granted request. If every endpoint that it may use is at its own limit or at the flow's limit, the request
--- returns to its position in the queue, and its charge is refunded. The request's flow queue is throttled until a
--- request of the flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops
--- anyway, so the flow queue stays in order.
-local function place_granted(r, candidates, split, turn, picks)
-  notifications.withdraw(r.owner, r.id)
+-- Place a granted request, or return it to its position in the queue and refund its charge, if every endpoint that it
+-- may use is at its own limit or at the flow's limit. Then the request's flow queue is throttled until a request of the
+-- flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops anyway, so the flow
+-- queue stays in order.
+local function place_or_requeue(r, candidates, split, turn, picks)
   local reply, limited, closed = place_request(r, candidates, split, turn, picks)
   if reply then return reply end
   if not limited or r.deadline_ms <= now_ms then
@@ -59,15 +58,23 @@ local function place_granted(r, candidates, split, turn, picks)
     queue.end_waits() -- now, so that the refund does not unthrottle the flow queue throttled below
   end
   closed = closed or {}
-  if #closed == 0 or stages.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
+  if #closed == 0 or throttle.is_prefill(closed[1]) or endpoints.free_slots() > RESIDUE then
     local tag_now = queue.is_in_order(r.band, flow_queue)
     if tag_now then
       tag = tonumber(tag_now)
       queue.throttle(r.band, flow_queue, tag)
     end
-    throttle.wait_for(r.band, flow_queue, tag, closed)
+    throttle.wait_for(r.band, flow_queue, tag, closed, queue.head(r.band, flow_queue) == r.id)
   end
   return 'queued ' .. (r.deadline_ms - now_ms)
+end
+
+local function place_granted(r, candidates, split, turn, picks)
+  notifications.withdraw(r.owner, r.id)
+  local blocker = throttle.decide(r)
+  local reply = place_or_requeue(r, candidates, split, turn, picks)
+  if blocker then queue.decided(r, blocker) end
+  return reply
 end
 
 -- Run at most `limit` due timers, the earliest first: a queued request becomes overdue, then expires; an orphaned
@@ -107,20 +114,13 @@ local function run_timers(limit)
   return ran, expired
 end
 
-local live = {} -- replica -> whether its last heartbeat is recent
-local function is_live(owner)
-  if live[owner] == nil then
-    live[owner] = tonumber(read('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
-  end
-  return live[owner]
-end
-
 local GUARD_CREDIT = 1 - 1e-9 -- credit for one guard dispatch; not 1, since ten times 0.1 sums to slightly less
 
 -- Grant request r: remove r from the queue, add `take` to the stock, notify the owner. Also place r if any endpoint
 -- will do, so that the owner need not ask for a placement. `turn_of`: the flow queue whose turn it is; nil if the
--- starvation guard chose r. `picks`: how many requests this call may still place.
-local function grant(r, tag, take, turn_of, picks)
+-- starvation guard chose r. `picks`: how many requests this call may still place. `blocker`: whose room r is to take,
+-- if any.
+local function grant(r, tag, take, turn_of, picks, blocker)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
@@ -142,6 +142,7 @@ local function grant(r, tag, take, turn_of, picks)
   if reply then
     notifications.add_placed(r, reply)
   else
+    if blocker then throttle.grant(r, blocker) end
     record.put(r)
     notifications.add(r.owner, id, NOTIFY_GRANTED)
   end
@@ -162,7 +163,6 @@ end
 -- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
 local DISPATCH_LIMIT = 24 -- most requests per call; every call ends with a dispatch, so the next call continues
 local function dispatch()
-  if next(live) then live = {} end
   local served, attempts = 0, 0
   if not timers_ran then run_timers(TIMERS_LIMIT) end
   if settings.tenants then queue.end_waits() end
@@ -193,15 +193,21 @@ local function dispatch()
       queue.drop_stray(id, band, flow_queue)
     elseif r.deadline_ms <= now_ms then
       end_and_notify(r, NOTIFY_EXPIRED)
-    elseif not (live[r.owner] or is_live(r.owner)) then
+    elseif not pool.is_live(r.owner) then
       queue.orphan(r, now_ms + settings.lease_ms)
     elseif r.limit > 0 and endpoints.flow_at_limit(r) then
       queue.throttle(r.band, queue.flow_queue(r), tag)
     elseif not (settings.tenants and is_short_of_balance(r)) then
       local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
-      grant(r, tag, take, flow_queue, room - served)
-      served, places = served + 1, places - (settings.token_caps and take or 1)
+      local member = flow_queue or queue.current_flow_queue(r)
+      local may_start, blocker = throttle.admits(r, member)
+      if may_start then
+        grant(r, tag, take, flow_queue, room - served, blocker)
+        served, places = served + 1, places - (settings.token_caps and take or 1)
+      else
+        queue.throttle(r.band, member, tag)
+      end
     end
   end
   return served, attempts
@@ -290,6 +296,7 @@ local function reset_caches()
   endpoints.outliers = {}
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()
+  throttle.reset()
   if settings.tenants then
     tenants.reset()
     quotas.reset()

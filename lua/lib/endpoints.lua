@@ -253,20 +253,35 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return takes_suffice and pool.upper > 0
   end
 
+  -- The mean tokens that one more request will take.
+  local function mean_taken(running) return math.max(pool.stock / math.max(running, 1), 1) end
+
+  -- How many more requests an endpoint accepts; with `amount`, its tokens in flight, how many more tokens. Infinite
+  -- without a limit.
+  local function room_on(address, amount, mean)
+    local load = loads[address] or load_of(address)
+    if not is_pickable(load) then return 0 end
+    local left = (stage.caps and stage.cap(address) or math.huge) - load
+    if amount then left = math.min(left * mean, stage.token_cap(address) - amount) end
+    return math.max(left, 0)
+  end
+
+  -- How many more requests an endpoint accepts; infinite without a limit.
+  function stage.slots(address)
+    if not (is_decode and settings.token_caps) then return math.ceil(room_on(address)) end
+    local mean = mean_taken(read('ZCARD', key.inflight))
+    return math.ceil((room_on(address, stage.amounts({address})[1], mean) - RESIDUE) / mean)
+  end
+
   -- Return how many more requests, or tokens under `token_caps`, may be granted before every ready endpoint is at its
   -- limit. A granted request that is not placed yet also takes a slot. Call it only if endpoints have limits.
   function stage.free_slots()
     local left, placed, granted = 0, 0, read('ZCARD', key.inflight)
     local amounts = is_decode and settings.token_caps and stage.amounts(stage.counted())
-    local mean = math.max(pool.stock / math.max(granted, 1), 1) -- the tokens that one more request will take
+    local mean = mean_taken(granted)
     for i, address in ipairs(stage.counted()) do
-      local load, used = loads[address] or load_of(address), amounts and amounts[i] or stage.in_flight(address)
-      placed = placed + used
-      if is_pickable(load) then
-        local slots = (stage.cap(address) or math.huge) - load
-        if amounts then slots = math.min(slots * mean, stage.token_cap(address) - used) end
-        left = left + math.max(slots, 0)
-      end
+      placed = placed + (amounts and amounts[i] or stage.in_flight(address))
+      left = left + room_on(address, amounts and amounts[i], mean)
     end
     return left - ((amounts and pool.stock or granted) - placed)
   end

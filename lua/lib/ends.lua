@@ -4,21 +4,12 @@
 -- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
 -- `stages` and the functions below.
 
--- Whether an endpoint takes new requests, has a limit, and is below the limit.
-local function has_free_slot(address)
-  return (endpoints.cap(address) or settings.token_caps) and #endpoints.split_by_limit({address}) > 0
-end
-
 -- The prefill of a split request. While a placed request's prefill runs, `r.prefillers` has its prefill endpoint and
 -- fallbacks; else ''. The key `prefills` has the reservations (endpoint and request id), scored by the ends of their
 -- leases.
 local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in replies
 do
   local NO_FLOW_LIMIT = {limit = 0}
-  local MARK = '=' -- begins the name under which a flow queue waits for room in the stage prefill of an endpoint
-
-  function stages.blocker(address) return MARK .. address end
-  function stages.is_prefill(blocker) return string.sub(blocker, 1, 1) == MARK end
 
   -- The part of `candidates` for `endpoint`: 'd,e>x=1,y=2;f>y=1' has a part for d and e, and one for f.
   local function part_for(endpoint, candidates)
@@ -35,7 +26,7 @@ do
     local picked, limited, first = prefill.choose(NO_FLOW_LIMIT, part_for(endpoint, candidates), turn, picks)
     if not picked then
       if not limited or settings.queue_enabled == 0 then return '' end
-      for i, address in ipairs(first) do first[i] = stages.blocker(address) end
+      for i, address in ipairs(first) do first[i] = throttle.prefill_of(address) end
       return nil, first
     end
     if first == endpoint then return '' end -- the endpoint computes the prompt itself
@@ -58,12 +49,6 @@ do
     defer_write('ZREM', key.prefills, joined(endpoint, id))
   end
 
-  -- If `endpoint` has room for a prefill, unthrottle the first flow queue that waits for this room.
-  function stages.prefill_has_room(endpoint)
-    local has_room = prefill.caps and prefill.cap(endpoint) and #prefill.split_by_limit({endpoint}) > 0
-    if has_room then queue.endpoint_has_room(stages.blocker(endpoint)) end
-  end
-
   -- End the prefill of a placed request, which stays in flight. `note`: why; '': its first token has come.
   function stages.end_prefill(r, note)
     local endpoint = prefill.first(r.prefillers)
@@ -71,7 +56,7 @@ do
     log_event('prefilled', r, nil, nil, note)
     r.prefillers = ''
     record.put(r)
-    stages.prefill_has_room(endpoint)
+    queue.use_room(throttle.prefill_of(endpoint))
   end
 
   -- The reply for a request that is already placed.
@@ -129,7 +114,7 @@ local REFUNDED = {refused = true, cancelled = true, expired = true, preempted = 
   withdrawn = true, upstream_failed = true}
 -- End a request in any state: remove its record, and remove it from the queue or release its stock, endpoint and lease.
 local function finish_request(r, event, note)
-  local state = r.state
+  local state, blocker = r.state, throttle.decide(r)
   if state == STATE_QUEUED then
     queue.remove(r)
   elseif state == STATE_ORPHANED then
@@ -144,9 +129,10 @@ local function finish_request(r, event, note)
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
   if settings.tenants then quotas.ended(r, REFUNDED[event]) end
   if state == STATE_PLACED then
-    local endpoint = endpoints.caps and endpoints.first(r.endpoints)
-    if endpoint and has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
-    if r.prefillers ~= '' then stages.prefill_has_room(prefill.first(r.prefillers)) end
+    queue.use_room(endpoints.first(r.endpoints))
+    if r.prefillers ~= '' then queue.use_room(throttle.prefill_of(prefill.first(r.prefillers))) end
+  elseif blocker then
+    queue.decided(r, blocker)
   end
   if r.limit > 0 and not record.is_waiting(r) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
@@ -160,7 +146,7 @@ local function move_placed(r, endpoint, listed)
   endpoints.reserve(endpoint, r.taken)
   endpoints.count_flow(r, old, -1)
   endpoints.count_flow(r, endpoint, 1)
-  if endpoints.caps and has_free_slot(old) then queue.endpoint_has_room(old) end
+  queue.use_room(old)
   r.endpoints = listed
   record.put(r)
   log_event('moved', r)

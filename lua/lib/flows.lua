@@ -238,6 +238,7 @@ do
     local parent = parent_of(member)
     read_ahead.set_score(order_of(band, parent), member)
     defer_write('ZADD', finish_of(band, parent), tag, member)
+    throttle.forget(band, member)
     if (band > 0 or PREEMPTIBLE[0]) and not tenants.is_inner(member) then preemption.remove_candidate(band, member) end
   end
 
@@ -408,12 +409,19 @@ do
     end
     if is_empty then
       strays = strays + 1
+      throttle.forget(band, member)
       return false
     end
     tag = math.max(virtual_time(band, parent_of(member)), tag)
     activate(band, member, tag)
     log_flow_queue('unthrottled', band, member, tag)
     return true
+  end
+
+  -- Put a throttled flow queue back in order; if it has blockers, for one request at least.
+  function queue.probe(band, member)
+    throttle.allow_probe(band, member)
+    queue.unthrottle(band, member)
   end
 
   -- Put a page of each band's throttled members back in order, since limits or balances may have changed. Pages run
@@ -427,7 +435,7 @@ do
     for _, band in ipairs(longest > 0 and BANDS or {}) do
       local first = page * PAGE
       for _, member in ipairs(read('ZRANGE', key.throttled[band], first, first + PAGE - 1)) do
-        queue.unthrottle(band, member)
+        queue.probe(band, member)
       end
     end
     return page > 0 and page - 1 or nil
@@ -502,18 +510,29 @@ do
     return by_tag
   end
 
-  -- An endpoint is below its limit again: put the first flow queue that waits for the endpoint back in order.
-  function queue.endpoint_has_room(address)
-    if read('HLEN', key.blockers) == 0 then return end
+  -- If `blocker` (throttle.lua) has room, put the first throttled flow queue that waits for it back in order. Flow
+  -- queues before it may be in order, but below a throttled tenant.
+  local ROOM_LOOKS_AT = 64
+  function queue.use_room(blocker)
+    if not (throttle.is_used() and throttle.has_room(blocker)) then return end
     for _, band in ipairs(bands_in_order()) do
-      for _ = 1, STRAYS do
-        local waiting = key.blocked[band][address]
-        local flow_queue = read('ZRANGE', waiting, 0, 0)[1]
-        if not flow_queue then break end
+      local waiting = key.blocked[band][blocker]
+      for _, flow_queue in ipairs(read('ZRANGE', waiting, 0, ROOM_LOOKS_AT - 1)) do
         if queue.unthrottle(band, flow_queue) then return end
-        if read('ZSCORE', waiting, flow_queue) then drop_stray('ZREM', waiting, flow_queue) end
+        if not queue.is_in_order(band, flow_queue) then drop_stray('ZREM', waiting, flow_queue) end
       end
     end
+  end
+
+  -- Request r, granted for the room of `blocker`, is placed, queued again or ended. Room that it has left free goes to
+  -- another request. If it is on none of its flow queue's blockers, the next request may not need them, either.
+  function queue.decided(r, blocker)
+    local band, flow_queue = r.band, queue.flow_queue(r)
+    local tag = r.state ~= STATE_QUEUED
+      and (queue.is_in_order(band, flow_queue) or read('ZSCORE', key.throttled[band], flow_queue))
+    local is_on_blocker = tag and throttle.served(r, flow_queue, tag)
+    if tag and r.state == STATE_PLACED and not is_on_blocker then queue.probe(band, flow_queue) end
+    queue.use_room(blocker)
   end
 
   -- Append to `ids` the ids of up to `count` requests that the next turns may serve: equally many from each of the
@@ -576,6 +595,12 @@ do
     end
   end
 
+  -- The id of the request that a flow queue serves next.
+  function queue.head(band, flow_queue)
+    return settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
+      or read_ahead.first_member(key.queue[band][flow_queue])
+  end
+
   -- Return the request to serve next: its id, its flow queue's start tag, band and name; nil if no request can be
   -- served.
   function queue.next_turn()
@@ -586,8 +611,7 @@ do
         local flow_queue, tag = first_flow_queue(band)
         for _ = 1, STRAYS do
           if not flow_queue then break end
-          local id = settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
-            or read_ahead.first_member(key.queue[band][flow_queue])
+          local id = queue.head(band, flow_queue)
           if id then return id, tag, band, flow_queue end
           strays = strays + 1 -- the flow queue is empty
           read_ahead.set_score(order_of(band, parent_of(flow_queue)), flow_queue)

@@ -69,6 +69,7 @@ local settings, settings_text -- kept between calls
 -- caches are valid for at most REMEMBERED_MS, since a demoted primary misses changes.
 local cache_is_valid
 local REMEMBERED_MS = 1000
+local live = {} -- replica -> whether its last heartbeat is recent, as far as this call knows
 do -- a chunk may have 200 locals
   local counters_text, saved = nil, {} -- the counters as last read or written: packed; in the order of COUNTERS
   local MOVED = 1
@@ -128,6 +129,7 @@ do -- a chunk may have 200 locals
       pool.note_possible_loss()
     end
     pool.ended_before, pool.touched = pool.ended, false
+    if next(live) then live = {} end
     if not settings_now then
       settings, settings_text = NO_SETTINGS, nil
       bands.configure(settings)
@@ -185,6 +187,13 @@ function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_m
 -- Record that the key `name` was lost; the next sweep ends the epoch.
 function pool.note_lost(name)
   if pool.known then defer_write('HSET', key.pool, 'lost', name) end
+end
+
+function pool.is_live(owner)
+  if live[owner] == nil then
+    live[owner] = tonumber(read('ZSCORE', key.replicas, owner) or 0) > now_ms - settings.silence_ms
+  end
+  return live[owner]
 end
 
 -- Subtract `taken` from the stock. Sums of fractions leave a residue, which must not count as a running request.
@@ -248,8 +257,8 @@ local function log_event(event, r, tag, by, note)
     'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
     'limit', exact(r.limit), 'bytes', exact(r.bytes), 'early_ms', exact(pool.early_ms(r)),
     'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
-    'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
-    'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
+    'owner', r.owner, 'endpoint', r.state == STATE_GRANTED and '' or string.match(r.endpoints, '^[^,]*'),
+    'stock', exact(pool.stock), 'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}
   if r.state == STATE_PLACED and r.prefillers ~= '' then
     local entry = entries[logged]

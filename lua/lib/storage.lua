@@ -60,8 +60,9 @@ do -- a chunk may have 200 locals
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'prefill_load', 'prefills',
       'endpoints', 'marks', 'metrics', 'workloads', 'flow_workloads', 'answers', 'prompts', 'replicas', 'replica_info',
-      'tombstones', 'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot',
-      'origins', 'origin_times', 'tenants', 'tenant_changes', 'balances', 'budget_waits', 'usage_hours'}) do
+      'tombstones', 'unheard', 'suspects', 'ghosts', 'log', 'blockers', 'pending', 'orphan_cursors', 'outliers',
+      'queue_snapshot', 'origins', 'origin_times', 'tenants', 'tenant_changes', 'balances', 'budget_waits',
+      'usage_hours'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted', 'nodes'}) do

@@ -264,7 +264,7 @@ do
     end
     throttle.each_waiting(function(_, _, waiting) names[#names + 1] = waiting end)
     for _, name in ipairs({'inflight', 'timers', 'overdue', 'limits', 'load', 'prefill_load', 'prefills', 'blockers',
-      'log'}) do
+      'pending', 'log'}) do
       names[#names + 1] = key[name]
     end
     if lost == 'workloads' then names[#names + 1] = key.workloads end

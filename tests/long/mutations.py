@@ -95,13 +95,17 @@ MUTATIONS = (
     ),
     Mutation(
         "the first token leaves the prefill to the request's end", "lua/lib/ends.lua",
-        "    r.prefillers = ''\n    record.put(r)\n    stages", "    record.put(r)\n    stages", _STAGES,
+        "    r.prefillers = ''\n    record.put(r)\n    queue", "    record.put(r)\n    queue", _STAGES,
     ),
     Mutation(
         "a prefill endpoint at its limit takes one more", "lua/lib/ends.lua",
         "      if not limited or",
         "      if limited then return prefill.counted()[1] end\n      if not limited or",
         _STAGES,
+    ),
+    Mutation(
+        "a granted request takes no room of its blocker", "lua/lib/throttle.lua",
+        "left, has_own = left - 1, has_own", "has_own = has_own", "tests/scripts/test_waiting_for_room.py",
     ),
     Mutation(
         "a turn charges no tenant above the flow", "lua/lib/flows.lua",
@@ -133,12 +137,12 @@ MUTATIONS = (
     ),
     Mutation(
         "an expired request is granted", "lua/lib/dispatch.lua",
-        "    elseif r.deadline_ms <= now_ms then\n      end_and_notify(r, NOTIFY_EXPIRED)\n    elseif not (",
-        "    elseif not (", _RULES,
+        "    elseif r.deadline_ms <= now_ms then\n      end_and_notify(r, NOTIFY_EXPIRED)\n    elseif not",
+        "    elseif not", _RULES,
     ),
     Mutation(
         "a request of a silent replica is granted", "lua/lib/dispatch.lua",
-        "elseif not (live[r.owner] or is_live(r.owner)) then", "elseif false then", _RULES,
+        "elseif not pool.is_live(r.owner) then", "elseif false then", _RULES,
     ),
     Mutation(
         "an abandoned stream cancels the request of its successor", "lua/cancel.lua",

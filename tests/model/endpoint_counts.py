@@ -112,10 +112,6 @@ class EndpointCounts:
             return math.inf
         return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
-    def has_place(self, address: str, caps: Mapping[str, float]) -> bool:
-        """Whether the endpoint takes new requests, has a limit in `caps`, and is below this limit."""
-        return address in caps and address in self.open and self.counts[address] < caps[address]
-
     def flow_full(self, r: Request) -> bool:
         """Whether request r's flow has reached the flow's limit on all ready endpoints together."""
         return r.limit > 0 and self._of_flow.get((r.flow, ""), 0) >= r.limit * self.ready

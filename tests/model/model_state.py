@@ -52,6 +52,9 @@ class Request:
     prefill_lease_ms: int = 0
     taken: float = 0.0
     tag: float | None = None
+    blocker: str = (
+        ""  # the full endpoint whose room the request was granted for, until it is placed or queued
+    )
     lease_ms: int = 0
 
     @property

@@ -223,11 +223,7 @@ class PoolModel:
         endpoint, r.prefillers = first(r.prefillers), ""
         self.prefill.release(endpoint)
         self._log("prefilled", r.id)
-        self._unblock_prefill(endpoint)
-
-    def _unblock_prefill(self, endpoint: str) -> None:
-        if self.prefill.has_place(endpoint, self.prefill_caps):
-            self.queue.endpoint_has_room(f"={endpoint}")
+        self._use_room(f"={endpoint}")
 
     def _release(self, r: Request, endpoints: str) -> None:
         self.endpoints.release(first(endpoints))
@@ -320,10 +316,51 @@ class PoolModel:
         }
         return sum(max(each, 0) for each in room.values()) - sum(r.taken for r in granted)
 
-    def _unblock(self, address: str) -> None:
-        """Once a request has left an endpoint, unthrottle a flow queue that waits for this endpoint."""
-        if self.endpoints.has_place(address, self.caps):
-            self.queue.endpoint_has_room(address)
+    def _slots(self, blocker: str) -> float:
+        """How many more requests an endpoint accepts, or a prefill endpoint ('=' before its address)."""
+        address, is_prefill = blocker.removeprefix("="), blocker.startswith("=")
+        stage = self.prefill if is_prefill else self.endpoints
+        if address not in stage.open or address not in stage.counts:
+            return 0
+        caps = self.prefill_caps if is_prefill else self._caps_of_requests() if self.in_tokens else self.caps
+        left = caps.get(address, math.inf) - stage.counts[address]
+        if is_prefill or not self.in_tokens:
+            return max(left, 0)
+        mean = max(self.stock / max(len(self.in_flight()), 1), 1)
+        left = min(left * mean, self.found[address] - self.amounts[address])
+        return (max(left, 0) - 1e-6) / mean
+
+    def _pending(self, blocker: str) -> list[Request]:
+        """The requests of live replicas that are granted for the room of `blocker`, and not decided yet."""
+        live = self.live(self.moment.settings["silence_ms"])
+        return [r for r in self.requests.values() if r.blocker == blocker and r.owner in live]
+
+    def _room(self, blocker: str) -> float:
+        slots = self._slots(blocker)
+        return (slots if slots == math.inf else math.ceil(slots)) - len(self._pending(blocker))
+
+    def _use_room(self, blocker: str) -> None:
+        """If `blocker` has room, unthrottle a flow queue that waits for it."""
+        if self._room(blocker) > 0:
+            self.queue.use_room(blocker)
+
+    def _admits(self, r: Request) -> tuple[bool, str]:
+        """Whether r may be granted, and the blocker of its flow queue whose room it is to take, if any."""
+        blockers = [] if r.any_endpoint else sorted(self.queue.blockers(r))
+        if not blockers:
+            return True, ""
+        best = max(blockers, key=self._room)
+        if self._room(best) >= DISPATCH_LIMIT:
+            self.queue.forget_blockers(r.priority, r.flow_queue)
+            return True, ""
+        if self._room(best) > 0:
+            return True, best
+        pending = {(p.priority, self.queue.name_of(p)) for each in blockers for p in self._pending(each)}
+        return self.queue.takes_probe(r) and (r.priority, r.flow_queue) not in pending, best
+
+    def _decide_room(self, r: Request) -> str:
+        blocker, r.blocker = r.blocker, ""
+        return blocker
 
     def _place(self, r: Request, candidates: str, split: str = "") -> tuple[str | None, bool, list[str]]:
         """Place r. Returns the reply (None: r cannot be placed), whether a limit is the only obstacle, and
@@ -377,6 +414,22 @@ class PoolModel:
 
     def _place_granted(self, r: Request, candidates: str, split: str = "") -> str:
         self._withdraw_notification(r)
+        blocker = self._decide_room(r)
+        reply = self._place_or_requeue(r, candidates, split)
+        if blocker:
+            self._decided(r, blocker)
+        return reply
+
+    def _decided(self, r: Request, blocker: str) -> None:
+        """Pass on room that r, granted for the room of `blocker`, leaves free. If r is on none of its flow
+        queue's blockers, its next request may not need them, either."""
+        if r.state != "queued":
+            is_on_blocker = self.queue.served(r, (first(r.endpoints), f"={first(r.prefillers)}"))
+            if r.state == "placed" and not is_on_blocker:
+                self.queue.probe(r.priority, self.queue.name_of(r))
+        self._use_room(blocker)
+
+    def _place_or_requeue(self, r: Request, candidates: str, split: str) -> str:
         reply, limited, closed = self._place(r, candidates, split)
         if reply:
             self._log("placed", r.id)
@@ -405,7 +458,7 @@ class PoolModel:
     # Ends of requests
 
     def _finish(self, r: Request, event: str) -> None:
-        state = r.state
+        state, blocker = r.state, self._decide_room(r)
         ran = state in ("granted", "placed")
         if r.state == "queued":
             self.queue.remove(r)
@@ -425,9 +478,11 @@ class PoolModel:
             self.quotas.end(r.id, unserved=event in REFUNDED)
         self.quotas.charges.pop(r.id, None)
         if state == "placed":
-            self._unblock(first(r.endpoints))
+            self._use_room(first(r.endpoints))
         if r.prefillers:
-            self._unblock_prefill(first(r.prefillers))
+            self._use_room(f"={first(r.prefillers)}")
+        if blocker:
+            self._decided(r, blocker)
         if ran and r.limit > 0:
             for priority in self.queue.bands:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
@@ -493,7 +548,11 @@ class PoolModel:
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):
                 break
             else:
-                self._grant(r, take, by_guard)
+                may_start, blocker = self._admits(r)
+                if not may_start:
+                    self.queue.throttle(r, r.flow_queue)
+                    continue
+                self._grant(r, take, by_guard, blocker)
                 served, places = served + 1, places - (take if self.in_tokens else 1)
         return attempts, served
 
@@ -517,7 +576,7 @@ class PoolModel:
             del waits[priority, child]
             self.queue.unthrottle(priority, child)
 
-    def _grant(self, r: Request, take: float, by_guard: bool) -> None:
+    def _grant(self, r: Request, take: float, by_guard: bool, blocker: str) -> None:
         r.tag = self.queue.serve(r, by_guard)
         r.state = "granted"
         self._take(r, take)
@@ -532,6 +591,7 @@ class PoolModel:
             self._log("placed", r.id)
             self._notify_placed(r, reply)
         else:
+            r.blocker = blocker
             self._notify(r, "granted")
 
     # Steps of the script `sweep`
@@ -609,7 +669,7 @@ class PoolModel:
         self._release(r, r.endpoints)
         r.endpoints = listed
         self._reserve(r)
-        self._unblock(old)
+        self._use_room(old)
         self._log("moved", r.id)
 
     def _is_failing(self, entry: Entry) -> bool:

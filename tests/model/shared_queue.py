@@ -1,7 +1,7 @@
 """The model's queue: the product's local FairQueue, extended by the rules that only the shared queue has."""
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
@@ -64,8 +64,10 @@ class SharedQueue(FairQueue[Request]):
         self._make_named()
         self._log = log
         self.credit = 0.0  # the starvation guard's credit; the first publication sets it to 1
-        # (priority, throttled flow queue) -> full endpoint -> the flow queue's tag when its wait began
+        # (priority, flow queue) -> its blockers, endpoints that were full -> its tag when its wait began, or
+        # when one of its requests was last served
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
+        self._probes: set[tuple[int, str]] = set()  # flow queues that may be granted a request without room
         self.waits: dict[tuple[int, str], int] = {}  # (priority, throttled child) -> end of its wait, ms
 
     def put_settings(self, moment: Moment) -> None:
@@ -93,7 +95,7 @@ class SharedQueue(FairQueue[Request]):
     def remove(self, r: Request) -> None:
         super().remove(r)
         if r.flow_queue not in self.bands[r.priority].queues:
-            self._blocked.pop((r.priority, r.flow_queue), None)
+            self.forget_blockers(r.priority, r.flow_queue)
 
     def correct(self, r: Request, by: float, floor: float) -> None:
         """Add r's share times `by` to the tag at each level of the tree. A missing tag starts from the
@@ -122,35 +124,68 @@ class SharedQueue(FairQueue[Request]):
         self.waits.pop((r.priority, child), None)  # an earlier throttling may have left an entry
         self._log("throttled", child)
 
-    def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
-        """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`."""
-        tag = self._levels_of(r)[-1].order.tag_of(r.flow_queue)
-        self._blocked.setdefault((r.priority, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
+    def wait_for_endpoints(self, r: Request, closed: Collection[str]) -> None:
+        """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`. If r is its
+        next request, forget other blockers."""
+        at, queue = (r.priority, r.flow_queue), self.bands[r.priority].queues[r.flow_queue]
+        former = self._blocked.pop(at, {})
+        self._probes.discard(at)
+        if queue.head() is r:
+            former = {each: tag for each, tag in former.items() if each in closed}
+        tag = queue.levels[-1].order.tag_of(r.flow_queue)
+        if blockers := dict.fromkeys(closed, tag) | former:
+            self._blocked[at] = blockers
+
+    def served(self, r: Request, places: Container[str]) -> bool:
+        """Let r's flow queue wait by its present tag. Return whether a blocker is in `places`."""
+        blockers = self._blocked.get((r.priority, self.name_of(r)), {})
+        for each in blockers:
+            blockers[each] = self._levels_of(r)[-1].order.tag_of(self.name_of(r))
+        return any(each in places for each in blockers)
+
+    def blockers(self, r: Request) -> Collection[str]:
+        return self._blocked.get((r.priority, self.name_of(r)), {}).keys()
+
+    def forget_blockers(self, priority: int, name: str) -> None:
+        self._blocked.pop((priority, name), None)
+        self._probes.discard((priority, name))
+
+    def takes_probe(self, r: Request) -> bool:
+        """Whether r's flow queue might be granted a request without room; from now on it may not."""
+        may = (r.priority, r.flow_queue) in self._probes
+        self._probes.discard((r.priority, r.flow_queue))
+        return may
 
     def blocked(self, priority: int, address: str) -> dict[str, float]:
         """The flow queues of a band that wait for room on an endpoint, with the queues' tags."""
         found = self._blocked.items()
         return {name: tags[address] for (band, name), tags in found if band == priority and address in tags}
 
-    def endpoint_has_room(self, address: str) -> None:
-        """Unthrottle the first flow queue, in the order of the queue, that waits for the endpoint."""
+    def use_room(self, address: str) -> None:
+        """Unthrottle the first throttled flow queue that waits for the endpoint."""
         for band in self.bands_in_order():
             priority = next(each for each, other in self.bands.items() if other is band)
-            if waiting := self.blocked(priority, address):
-                self.unthrottle(priority, min(waiting, key=lambda name: (waiting[name], name)))
-                return
+            waiting = self.blocked(priority, address)
+            for name in sorted(waiting, key=lambda name: (waiting[name], name)):
+                if self.unthrottle(priority, name):
+                    return
 
     def unthrottle(self, priority: int, child: str) -> bool:
         found = super().unthrottle(priority, child)
         if found:
-            self._blocked.pop((priority, child), None)
             self._log("unthrottled", child)
         return found
 
     def unthrottle_all(self) -> None:
         for priority, band in self.bands.items():
             for child in sorted(throttled := throttled_of(band), key=lambda child: (throttled[child], child)):
-                self.unthrottle(priority, child)
+                self.probe(priority, child)
+
+    def probe(self, priority: int, child: str) -> None:
+        """Unthrottle a child; a flow queue with blockers may be granted a request without room."""
+        if (priority, child) in self._blocked:
+            self._probes.add((priority, child))
+        self.unthrottle(priority, child)
 
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
         """The sweep's scan: move each request to its position under the present policy and arrival rates.

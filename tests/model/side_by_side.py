@@ -14,6 +14,7 @@ from shared_queue import throttled_of
 
 from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.bands import Band
+from picker_fleet.state.keys import joined
 
 START_US = 1_750_000_000_000_123
 
@@ -107,6 +108,7 @@ class SideBySide:
             "overdue": self.model.queue.overdue.scores(),
             "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
             "prefills": {reservation(r): float(r.prefill_lease_ms) for r in requests if r.prefillers},
+            "pending": {joined(r.blocker, r.id): 0.0 for r in requests if r.blocker},
         }
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
         for number, band in self.model.queue.bands.items():

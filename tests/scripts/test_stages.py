@@ -97,6 +97,19 @@ def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_roo
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
 
 
+def test_a_free_prefill_slot_is_granted_to_the_oldest_waiting_request_alone(staged: StagedPool) -> None:
+    staged.stages({"d:1": DECODE, "p:1": PREFILL}, upper_per=9, lower_per=9, prefill_caps={"p:1": 1})
+    staged.split("r1")
+    waiting, last = ["q1", "q2", "q3", "q4"], "r1"
+    for name in waiting:
+        assert staged.admit(name, prefill="*")[0] == "queued"
+    assert [staged.place(name)[0] for name in reversed(waiting)] == ["queued"] * 4
+    while waiting:
+        assert staged.prefilled(last) == "released"
+        assert [staged.place(name)[0] for name in waiting] == ["placed"] + ["gone"] * (len(waiting) - 1)
+        last = waiting.pop(0)
+
+
 def test_the_candidates_for_a_prefill_may_depend_on_the_decode_endpoint(staged: StagedPool) -> None:
     staged.stages(upper_per=10, live_weight=0.1)
     by_decoder = "d:1>p:1=0.9,p:2=0.1;d:2,d:3>p:1=0.1,p:2=0.9"
