@@ -296,7 +296,7 @@ local function reset_caches()
   endpoints.outliers = {}
   if pool.outliers > 0 then marks.read_outliers() end
   reset_workloads()
-  throttle.reset()
+  if throttle.used or not cache_is_valid then throttle.used = nil end
   if settings.tenants then
     tenants.reset()
     quotas.reset()

@@ -23,15 +23,11 @@ do
   function throttle.prefill_of(address) return PREFILL .. address end
   function throttle.is_prefill(blocker) return string.sub(blocker, 1, 1) == PREFILL end
 
-  -- Whether any flow queue has blockers; nil: unknown. While only this library changes the pool, the value false is
-  -- cached between calls.
-  local is_used
-  function throttle.reset()
-    if is_used or not cache_is_valid then is_used = nil end
-  end
+  -- Whether any flow queue has blockers. The field `used`, nil if unknown, keeps false between calls while only this
+  -- library changes the pool (lib/dispatch.lua).
   function throttle.is_used()
-    if is_used == nil then is_used = read('HLEN', key.blockers) > 0 end
-    return is_used
+    if throttle.used == nil then throttle.used = read('HLEN', key.blockers) > 0 end
+    return throttle.used
   end
 
   local function blockers_of(band, flow_queue)
@@ -72,7 +68,7 @@ do
     local name = joined(band, flow_queue)
     if blockers[1] then
       defer_write('HSET', key.blockers, name, table.concat(blockers, ','))
-      is_used = true
+      throttle.used = true
     elseif throttle.is_used() then
       defer_write('HDEL', key.blockers, name)
     end
@@ -89,7 +85,7 @@ do
   local function room(blocker, band, flow_queue)
     local is_prefill, has_own = throttle.is_prefill(blocker), false
     local left = is_prefill and prefill.slots(string.sub(blocker, 2)) or not is_prefill and endpoints.slots(blocker)
-    local members = read('ZRANGEBYLEX', key.pending, '[' .. joined(blocker, ''), '(' .. blocker .. '\32')
+    local members = read('ZRANGE', key.pending, '[' .. joined(blocker, ''), '(' .. blocker .. '\32', 'BYLEX')
     for _, member in ipairs(members) do
       local r = record.read(string.sub(member, #blocker + 2))
       if not (r and r.state == STATE_GRANTED and r.endpoints == blocker) then
