@@ -17,14 +17,13 @@ from picker_fleet.admin.server import LIMITS
 from picker_fleet.admin.views import BadCursor
 from picker_fleet.admission import ledger, local_gate, shared_queue
 from picker_fleet.admission.failover import FailoverTimes
-from picker_fleet.domain import errors
+from picker_fleet.domain import errors, units
 from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Model, Section
 from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import pacing
 from picker_fleet.fleet import heartbeat, limit_controller, usage
 from picker_fleet.fleet.live_config import LIVE
-from picker_fleet.ingress import json_body
 from picker_fleet.ingress.context import DROPPED_REASON, refusal
 from picker_fleet.ingress.ext_proc import codec
 from picker_fleet.scheduling import endpoint_history as history
@@ -92,7 +91,7 @@ SENTENCES = [
     ("metrics", f"up to {documents.MAX_METRICS_AGE_S:g} s if making the page took"),
     ("security", f"Half-sent headers end after {MANAGER['requestHeadersTimeout'].removesuffix('s')} s"),
     ("security", f"at most {spaced(bootstrap.MAX_CONNECTIONS)} connections"),
-    ("security", f"at most {json_body.MAX_NAME_BYTES} bytes, no control characters"),
+    ("security", f"at most {units.MAX_NAME_BYTES} bytes, no control characters"),
     ("redis", f"wait at most {FailoverTimes(0.0).max_resync_s:g} s for a replica"),
     ("redis", f"it waits {FailoverTimes(0.0).peers_wait_s:g} s at most"),
     ("redis", f"{spaced(ledger.MAX_ENTRIES)} requests, running or ended, are remembered"),

@@ -17,6 +17,7 @@ from picker_fleet.domain.allowlist import is_custom
 from picker_fleet.domain.sections import Section
 from picker_fleet.domain.units import (
     LEAST_WEIGHT,
+    MAX_NAME_BYTES,
     MOST_WEIGHT,
     FilePath,
     Name,
@@ -25,7 +26,6 @@ from picker_fleet.domain.units import (
 
 MAX_LEVELS: Final = 8
 MAX_NODES: Final = 10_000
-_MAX_PATH_BYTES = 256  # no request has a longer flow (ingress/json_body.py)
 _ANY = "*"
 _MOST = 1e12  # maximum amount: Lua's doubles hold the sum of a million of them exactly
 
@@ -244,8 +244,8 @@ def path_fault(path: str, separator: str) -> str:
     segments = path.split(separator)
     if len(segments) > MAX_LEVELS:
         return f"has {len(segments)} levels; at most {MAX_LEVELS}"
-    if len(path.encode(errors="replace")) > _MAX_PATH_BYTES:
-        return f"is longer than {_MAX_PATH_BYTES} bytes"
+    if len(path.encode(errors="replace")) > MAX_NAME_BYTES:
+        return f"is longer than {MAX_NAME_BYTES} bytes"
     if has_control(path):
         return "contains a control character"
     for segment in segments:

@@ -19,6 +19,7 @@ _HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST_S = 366 * 86_400.0  # a year in seconds; longer timers overflow on some platforms
+MAX_NAME_BYTES = 256  # maximum bytes of a model name, objective, fairness id or tenant's path
 _MOST = 1e9  # up to this value Lua's doubles keep counts and weights exact
 
 

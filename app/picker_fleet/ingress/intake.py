@@ -27,7 +27,7 @@ from picker_fleet.domain.request import (
     PromptLine,
 )
 from picker_fleet.domain.sections import Model, Objective
-from picker_fleet.domain.units import has_control
+from picker_fleet.domain.units import MAX_NAME_BYTES, has_control
 from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.bodies import OtherBody, as_utf8, is_form, read_form
 from picker_fleet.ingress.headers import (
@@ -47,7 +47,6 @@ from picker_fleet.ingress.headers import (
 from picker_fleet.ingress.json_body import (
     LONGEST_NAME,
     MAX_KEYS,
-    MAX_NAME_BYTES,
     MODEL,
     SMALL_BYTES,
     Body,

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from picker_fleet.domain.errors import BadRequest
+from picker_fleet.domain.units import MAX_NAME_BYTES
 from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.bodies import OtherBody
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 
 MODEL = "model"
-MAX_NAME_BYTES = 256  # maximum bytes of a model name, objective or fairness id
 LONGEST_NAME = 6 * MAX_NAME_BYTES + 2  # length of a quoted name in which each byte is a `\u` escape
 MAX_KEYS = 256  # maximum keys in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256

@@ -85,8 +85,7 @@ class LatencyModel:
     """The TTFT and TPOT of each model, learnt from completed requests. One event loop; no I/O."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, tuple[_Fit, _Fit]] = OrderedDict()
-        self._learnt_s: dict[str, float] = {}  # by model: the time of the last call of `learn`
+        self._models: OrderedDict[str, _Model] = OrderedDict()
 
     def learn(
         self, model: str, address: str, load: Load, ttft_s: float, tpot_s: float, now_s: float = 0.0
@@ -96,33 +95,31 @@ class LatencyModel:
         terms = (1.0, *load)
         if not all(0.0 <= term <= _MOST_TERM for term in terms):
             return
-        fits = self._models.pop(model, None)
-        if fits is None or now_s - self._learnt_s[model] > MOST_GAP_S:
-            fits = _Fit(), _Fit()
-        self._models[model], self._learnt_s[model] = fits, now_s
+        known = self._models.pop(model, None)
+        fits = known.fits if known and now_s - known.learnt_s <= MOST_GAP_S else (_Fit(), _Fit())
+        self._models[model] = _Model(fits, now_s)
         if len(self._models) > MAX_MODELS:
-            forgotten, _ = self._models.popitem(last=False)
-            del self._learnt_s[forgotten]
+            self._models.popitem(last=False)
         for fit, actual_s in zip(fits, (ttft_s, tpot_s), strict=True):
             if _SHORTEST_S <= actual_s <= _LONGEST_S:
                 fit.add(address, terms, actual_s)
 
     def forecast(self, model: str, address: str, load: Load) -> Forecast:
         """The times that a request of `model` would take on `address` under `load`."""
-        fits = self._models.get(model)
-        if fits is None:
+        known = self._models.get(model)
+        if known is None:
             return UNKNOWN
         terms = (1.0, *load)
-        return Forecast(*(fit.predict(address, terms) for fit in fits))
+        return Forecast(*(fit.predict(address, terms) for fit in known.fits))
 
     def forecast_at(self, model: str, address: str, in_flight: float) -> Forecast:
         """The times of a request of `model` if `address` had `in_flight` requests in flight, this one
         included, and none in its own queue. Assumes the usual prefills and KV cache for `in_flight`."""
-        fits = self._models.get(model)
-        if fits is None:
+        known = self._models.get(model)
+        if known is None:
             return UNKNOWN
         others = max(in_flight - 1.0, 0.0)
-        prefill_tokens, kv_utilisation = (fits[0].usual(field, others) for field in (_PREFILL, _KV))
+        prefill_tokens, kv_utilisation = (known.fits[0].usual(field, others) for field in (_PREFILL, _KV))
         return self.forecast(model, address, Load(prefill_tokens, others, kv_utilisation))
 
     @property
@@ -131,12 +128,13 @@ class LatencyModel:
 
     def learnt_s(self, model: str) -> float:
         """When a request of `model` was last learnt; long ago if never."""
-        return self._learnt_s.get(model, -math.inf)
+        known = self._models.get(model)
+        return -math.inf if known is None else known.learnt_s
 
     def retain(self, addresses: Collection[str]) -> None:
         """Forget the factors of endpoints that are not in `addresses`."""
-        for fits in self._models.values():
-            for fit in fits:
+        for known in self._models.values():
+            for fit in known.fits:
                 fit.retain(addresses)
 
 
@@ -247,6 +245,13 @@ class _Fit:
         at = next(at for at, total in enumerate(sums) if total >= wanted)
         within = (wanted - (sums[at] - self._ratios[at])) / self._ratios[at]
         return float(2.0 ** ((at - 0.5 + within - _ZERO_BIN) / _BINS_A_DOUBLING))
+
+
+class _Model(NamedTuple):
+    """The fits of TTFT and TPOT, and the time of the last observation."""
+
+    fits: tuple[_Fit, _Fit]
+    learnt_s: float
 
 
 def _log_factor(sums: tuple[float, float] | None) -> float:
