@@ -54,6 +54,7 @@ from picker_fleet.state.keys import Keys
 MODEL = "llama"  # served by the honest model servers
 TRAP = "trap"  # served by the hostile model servers
 HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
+ADDRESS = "127.0.0.79"  # the attackers' own: honest clients send from 127.0.0.1
 REDIS_USER = "other"  # a Redis user for another pool than the fleet's; any password is valid
 
 
@@ -109,7 +110,8 @@ async def _connected(
     host, number = random.choice(getattr(target, part)).rsplit(":", 1)
     context = _trusting(target.certificate) if part == "grpc" and target.tls else None
     async with asyncio.timeout(_PATIENCE_S):
-        reader, writer = await asyncio.open_connection(host, int(number), ssl=context)
+        local = (ADDRESS, 0)
+        reader, writer = await asyncio.open_connection(host, int(number), ssl=context, local_addr=local)
         try:
             yield reader, writer
         finally:

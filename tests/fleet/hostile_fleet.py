@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from tls_files import authority
 from whole_fleet import running
 
 from picker_fleet.domain.allowlist import FAIRNESS_ID
+from picker_fleet.domain.units import split_host_port
 from picker_tools.load.generator import Answer, Request, open_loop
-from picker_tools.local_fleet.bootstrap import to_yaml
+from picker_tools.local_fleet.bootstrap import Tree, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
 
@@ -67,6 +68,25 @@ def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
     return done.stdout
 
 
+def _without_picker(bootstrap: Tree, servers: Sequence[str]) -> Tree:
+    """Edit Envoy's bootstrap so that Envoy chooses a model server itself."""
+    manager = bootstrap["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
+    manager["httpFilters"] = manager["httpFilters"][-1:]  # the router
+    del manager["accessLog"]
+    parted = [split_host_port(server) for server in servers]
+    addresses = [{"socketAddress": {"address": host, "portValue": port}} for host, port in parted]
+    found = [{"endpoint": {"address": address}} for address in addresses]
+    pool = {
+        "name": "pool",
+        "lbPolicy": "LEAST_REQUEST",
+        "circuitBreakers": {"thresholds": [{"maxConnections": 10_000, "maxRequests": 10_000}]},
+        "loadAssignment": {"clusterName": "pool", "endpoints": [{"lbEndpoints": found}]},
+    }
+    clusters = bootstrap["staticResources"]["clusters"]
+    clusters[:] = [pool if cluster["name"] == "pool" else cluster for cluster in clusters]
+    return bootstrap
+
+
 def limit_mib(name: str) -> int | None:
     """The memory limit in MiB of process `name`; None for a process that is not part of the product."""
     return next((limit for kind, limit in LIMITS_MIB.items() if name.startswith(kind)), None)
@@ -83,9 +103,10 @@ def _peak_bytes(pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def _running_fleet(
-    replicas: int, servers: int, mode: Mode, rate: float
+    replicas: int, servers: int, mode: Mode, rate: float, client_rate: int | None, asks: bool
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
-    """Run the fleet within the `with` block. Yields attackers' addresses, and process ids by name."""
+    """Run the fleet within the `with` block. Yields attackers' addresses, and process ids by name. If not
+    `asks`, Envoy asks no picker."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-")))
         hosts = [f"127.0.0.{number}" for number in range(81, 81 + servers)]
@@ -109,7 +130,9 @@ async def _running_fleet(
             certificate = own.cert.read_text()
         options = ("--replicas", str(replicas), "--endpoints", "0", "--mode", mode)
         fleet = await stack.enter_async_context(running(folder, *options, config=config))
-        plain = to_yaml(bootstrap(fleet, mode, config, max_heap_bytes=_HEAP_BYTES))
+        limits = {"max_heap_bytes": _HEAP_BYTES, "client_rate": client_rate}
+        tree = bootstrap(fleet, mode, config, **limits)
+        plain = to_yaml(tree if asks else _without_picker(tree, list(honest)))
         keyed = _flow_by_api_key(folder / "keys.yaml", plain)
         envoy = stack.enter_context(started(keyed, folder / "edge", threads=2))  # as in docker-compose.yml
         async with fleet.redis() as redis:
@@ -246,12 +269,16 @@ async def attack_fleet(
     only: str = "",
     each: bool = False,
     rate: float = 1.0,
+    client_rate: int | None = None,
+    asks: bool = True,
 ) -> HostileReport:
     """Send `per_s` honest requests a second by HTTP/1.1 and half of that by HTTP/2: `calm_s` seconds without
     attacks, `hostile_s` during the attacks whose names contain `only`, then `calm_s` as the control. If
-    `each`, the attacks run one after another. `rate` divides their pauses; with inf they use half a core."""
+    `each`, the attacks run one after another. `rate` divides their pauses; with inf they use half a core.
+    Envoy limits each client address to `client_rate` requests a second; all attackers have one address.
+    If not `asks`, Envoy asks no picker and chooses a model server itself."""
     report = HostileReport()
-    async with _running_fleet(replicas, servers, mode, rate) as (target, pids):
+    async with _running_fleet(replicas, servers, mode, rate, client_rate, asks) as (target, pids):
         before_s = _cpu_s(pids)
         await _calm(target, report.calm, per_s, calm_s)
         calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0

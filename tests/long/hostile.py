@@ -24,11 +24,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--each", action="store_true", help="one attack after another, --minutes each")
     rate = "divide the attacks' pauses by N; inf: attack without pauses, with half a core"
     parser.add_argument("--rate", type=float, default=1.0, metavar="N", help=rate)
+    limit = "Envoy limits each client address to N requests a second; all attackers have one address"
+    alone = "Envoy asks no picker, for comparison"
+    parser.add_argument("--no-picker", dest="asks", action="store_false", help=alone)
+    parser.add_argument("--client-rate", type=int, metavar="N", help=limit)
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    chosen = {name: getattr(options, name) for name in ("mode", "only", "each", "rate")}
+    chosen = {
+        name: getattr(options, name) for name in ("mode", "only", "each", "rate", "client_rate", "asks")
+    }
     report = asyncio.run(attack_fleet(replicas=3, servers=4, per_s=15.0, **chosen, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.control.last_s, 0.99)
     faults = report.faults()
