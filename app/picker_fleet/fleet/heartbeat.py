@@ -26,7 +26,7 @@ from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.info import EnvoyLimits
 from picker_fleet.fleet.limits import LimitKeeper
-from picker_fleet.fleet.publisher import UNKNOWN, Publisher
+from picker_fleet.fleet.publisher import UNKNOWN, Publisher, acknowledged
 from picker_fleet.fleet.tenant_metrics import TenantMetrics
 from picker_fleet.fleet.tenant_nodes import TenantNodes
 from picker_fleet.fleet.usage import UsageMeter
@@ -180,6 +180,7 @@ class Membership:
     ) -> None:
         self._store, self._queue, self._settings, self._leases = store, queue, settings, settings.leases
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
+        self._published = endpoints.current  # the endpoints that Redis had last
         self._fleet, self.heartbeat_now, self._failover = fleet, heartbeat_now, failover
         self._limits, self._on_config, self._usage = limits, on_config, usage
         self._clock = asyncio.get_running_loop().time
@@ -257,6 +258,7 @@ class Membership:
         """Use the endpoints that discovery reports. The leader publishes these endpoints at once. Any other
         replica reads the published endpoints when the leader should have published the same change."""
         self._publisher.discovered(endpoints)
+        self._follow_discovery()
         if self.pulse is None or self.pulse.leader:
             self.heartbeat_now(full=self.pulse is None)
         if self._follow_up is not None:
@@ -267,6 +269,13 @@ class Membership:
         """Use the nodes of tenants from the watched file. The leader publishes the nodes at once."""
         self._tenants.found(nodes)
         self.heartbeat_now(full=False)
+
+    def _follow_discovery(self) -> None:
+        """In an outage, use the endpoints that this replica discovers itself."""
+        if self._failover.status() is not None:
+            # Without a stream from Envoy, this replica cannot know whether another replica has one.
+            self._publisher.acknowledged(self._endpoints.current, [self._endpoints.acknowledged or ""])
+            self._endpoints.publish(self._publisher.in_outage(self._published))
 
     def _look_later(self, looks: int) -> None:
         after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
@@ -324,6 +333,7 @@ class Membership:
                     _log.warning("a heartbeat failed: %s", fault)
                 self._fault = str(fault)
                 self._failover.heartbeat_missed(fault)
+                self._follow_discovery()
             with contextlib.suppress(TimeoutError):
                 # Measure the interval from the last start: it bounds the delay of a grant without a wake-up.
                 rest_s = interval_s - (self._clock() - began_s)
@@ -339,13 +349,15 @@ class Membership:
         if refusal != self.refusal:
             _log.error("not joining: %s", refusal)
         self.refusal, self.pulse = refusal, None
-        self._endpoints.publish(Snapshot("", ()))  # no endpoints: scrape none, route to none
+        self._published = Snapshot("", ())
+        self._endpoints.publish(self._published)  # no endpoints: scrape none, route to none
 
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
         self.refusal = self._fault = ""
         if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == UNKNOWN):
-            self._publisher.acknowledged(self._endpoints.current, (await self._read()).pool)
+            versions = acknowledged((await self._read()).pool)
+            self._publisher.acknowledged(self._endpoints.current, versions)
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # the last publication stays valid; heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
@@ -364,8 +376,9 @@ class Membership:
         if self._lost and pulse.epoch != self._epoch:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:
-            self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse)))
-            self._publisher.in_force(self._endpoints.current)
+            self._published = Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse))
+            self._endpoints.publish(self._published)
+            self._publisher.in_force(self._published)
         if pulse.epoch == UNKNOWN:
             return
         if self._lost:
@@ -430,8 +443,8 @@ class Membership:
         about = dict(self._replica_info())
         served = about.pop("served", None)
         about |= self._failover.heartbeat_fields()
-        if (acknowledged := self._endpoints.acknowledged) is not None:
-            about["eds"] = acknowledged
+        if (version := self._endpoints.acknowledged) is not None:
+            about["eds"] = version
         parts = [about] if served is None else [about, {"served": served}]
         return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from picker_fleet.domain.config import Settings
@@ -60,10 +60,9 @@ class Publisher:
         """Whether this replica publishes some new endpoints as draining because Envoys may not know them."""
         return bool(self._new)
 
-    def acknowledged(self, snapshot: Snapshot, pool: PoolState) -> None:
+    def acknowledged(self, snapshot: Snapshot, versions: Collection[str]) -> None:
         """Stop draining new endpoints that all Envoys know, or that are new for 5 s. `snapshot` has the
-        published endpoints, `pool` the versions that Envoys have acknowledged."""
-        versions = acknowledged(pool)
+        published endpoints, `versions` those that Envoys have acknowledged."""
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
         # If `versions` is empty, no Envoy gets endpoints from the fleet, so no Envoy will acknowledge.
@@ -71,6 +70,20 @@ class Publisher:
         self._no_longer_new(
             {address for address, since_s in self._new.items() if address in known or since_s <= late_s}
         )
+
+    def in_outage(self, published: Snapshot) -> Snapshot:
+        """The endpoints that discovery reports, of which new ones drain, with the marks of `published`, the
+        last published endpoints."""
+        if self._discovered is None or not published.version or self.discovered_last(published.version):
+            return published
+        known = {each.address: each for each in published.endpoints}
+        endpoints = tuple(
+            replace(each, drained=last.drained, down=last.down, ejected=last.ejected)
+            if (last := known.get(each.address))
+            else each
+            for each in self._discovered
+        )
+        return Snapshot(f"{self._discovered_version}+outage", endpoints)
 
     def in_force(self, snapshot: Snapshot) -> None:
         """Stop draining new endpoints that do not drain in `snapshot`, the published endpoints."""
