@@ -35,8 +35,7 @@ local function adopt(r, arrival, turn, picks)
   r.owner, r.attempt = notifications.caller, attempt
   if record.is_waiting(r) then
     if r.deadline_ms <= now_ms then
-      finish_request(r, 'expired')
-      return 'expired'
+      return expire(r)
     end
     local tag
     if r.state == STATE_ORPHANED then

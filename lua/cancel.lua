@@ -11,13 +11,18 @@
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);
 --   or id, '', 'unclaimed': the caller was notified of a grant, but no stream of the caller waits for it
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
+-- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'foreign' | 'unknown'; for an expiry also
+--   'expired' in place of 'ended', or the refusal of the tenant's limit for which the request waited (as in admit.lua)
+--   | 'granted'
 
 local function cancel(args)
   record.prefetch(column(args, ITEM.cancel, 1))
   return for_each_item(args, ITEM.cancel, function(_, id, attempt, why)
     local r = record.read(id)
-    if not r then return 'unknown' end
+    if not r then -- if a request expired in another call, the notification may name a tenant's limit
+      local note = why == NOTIFY_EXPIRED and settings.tenants and read('HGET', key.inbox[notifications.caller], id)
+      return note and string.match(note, '^(' .. NOTIFY_REFUSED .. ' .*)\31$') or 'unknown'
+    end
     if why == 'unclaimed' then
       if r.owner ~= notifications.caller or not notifications.is_untaken(r) then return 'foreign' end
       why = 'withdrawn'
@@ -26,8 +31,9 @@ local function cancel(args)
     elseif why == 'expired' and not record.is_waiting(r) then
       return 'granted'
     end
-    finish_request(r, why)
+    local reply = 'ended'
+    if why == NOTIFY_EXPIRED then reply = expire(r) else finish_request(r, why) end
     notifications.withdraw(r.owner, id)
-    return 'ended'
+    return reply
   end)
 end

@@ -152,8 +152,21 @@ local function move_placed(r, endpoint, listed)
   log_event('moved', r)
 end
 
--- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'.
+-- End a waiting request past its TTL. Return a refusal if the request waited for a tenant's limit, else 'expired'.
+local function expire(r)
+  local refusal = settings.tenants and quotas.expiry(r)
+  finish_request(r, NOTIFY_EXPIRED)
+  return refusal or NOTIFY_EXPIRED
+end
+
+-- End a queued request and notify its owner: 'expired' (or a refusal and byte 31), 'preempted' or 'evicted'.
 local function end_and_notify(r, event)
-  finish_request(r, event)
-  notifications.add(r.owner, r.id, event)
+  local notice = event
+  if event == NOTIFY_EXPIRED then
+    notice = expire(r)
+    if notice ~= event then notice = notice .. '\31' end
+  else
+    finish_request(r, event)
+  end
+  notifications.add(r.owner, r.id, notice)
 end

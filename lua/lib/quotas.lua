@@ -259,23 +259,30 @@ do -- a chunk may have 200 locals
   end
 
   local LONGEST_RETRY_S = 31 * 86400
-  -- The limits do not suffice for arriving request r: return a refusal, mark r as demoted, or let r wait (nil). If
-  -- several nodes refuse r, the refusal names the limit for which r must wait longest.
-  local function exceed(found, r)
-    local uncharged = tenants.charges(found.shape, r).uncharged
+  -- Return the refusal for a limit that suffices in `wait_ms`, and the refusal's Retry-After.
+  local function refusal_for(wait_ms, node, limit)
+    local wait_s = wait_ms < math.huge and math.max(1, math.ceil(wait_ms / 1000 - RESIDUE)) or 1
+    local retry_s = math.min(wait_s, LONGEST_RETRY_S)
+    return 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. retry_s .. described(node, limit), wait_s
+  end
+
+  -- The limits at `uncharged` do not suffice for request r: return a refusal, mark r as demoted, or let r wait (nil). A
+  -- request that `has_waited` for its whole TTL is refused. If several nodes refuse r, the refusal names the limit for
+  -- which r must wait longest.
+  local function exceed(found, uncharged, r, has_waited)
     local longest_s, told = 0, nil
     for _, node in ipairs(found.nodes) do
       local limit, wait_ms, is_over_burst = lack(node, found, uncharged, r)
-      if limit and limit.over_limit == 'demote' then
+      if limit and limit.over_limit == 'demote' and not has_waited then
         r.demoted = 1
       elseif is_over_burst then
         return 'refused ' .. REFUSED.OVER_BURST .. ' 0' .. described(node, limit)
-      elseif limit and (limit.over_limit == 'reject' or settings.queue_enabled == 0) then
-        local retry_s = wait_ms < math.huge and math.max(1, math.ceil(wait_ms / 1000 - RESIDUE)) or 1
-        if retry_s > longest_s then longest_s, told = retry_s, described(node, limit) end
+      elseif limit and (has_waited or limit.over_limit == 'reject' or settings.queue_enabled == 0) then
+        local refusal, retry_s = refusal_for(wait_ms, node, limit)
+        if retry_s > longest_s then longest_s, told = retry_s, refusal end
       end
     end
-    return told and 'refused ' .. REFUSED.OVER_LIMIT .. ' ' .. math.min(longest_s, LONGEST_RETRY_S) .. told
+    return told
   end
 
   -- Charge an arriving request to the limits that reject or demote, and move a demoted request to the lowest band. If a
@@ -289,7 +296,7 @@ do -- a chunk may have 200 locals
     r.charged_prompt, r.charged_answer, r.charged, r.demoted = r.prompt_tokens, r.answer_tokens, '', 0
     local lists = tenants.charges(found.shape, r)
     local suffices = suffice(found, lists.uncharged, r)
-    local refusal = not suffices and exceed(found, r)
+    local refusal = not suffices and exceed(found, lists.uncharged, r)
     if refusal then return refusal .. quotas.balances(found) end
     if r.demoted == 1 then lists, r.band = tenants.charges(found.shape, r), BANDS[#BANDS] end
     r.tenancy, seen, balances = settings.tenancy or 1, r, found
@@ -327,6 +334,31 @@ do -- a chunk may have 200 locals
       local limit, wait_ms, is_over_burst = lack(node, found, uncharged, r)
       if limit then return member_of(node, r), wait_ms, is_over_burst or limit.over_limit ~= 'queue' end
     end
+  end
+
+  -- The limits at `uncharged` suffice for request r, but an earlier request may wait for more balance of a node of r's
+  -- path, and hold up r: return the refusal, which names the node's limit with the least fraction left; else nil.
+  local function held_up(found, uncharged, r)
+    for _, node in ipairs(found.nodes) do
+      local at_ms, most = read('ZSCORE', key.budget_waits, joined(r.band, member_of(node, r))), nil
+      local wait_ms = at_ms and tonumber(at_ms) - now_ms or 0
+      for i = 1, wait_ms > 0 and #uncharged or 0 do
+        local limit = found[uncharged[i]]
+        local is_waited_for = limit.node == node and (limit.rate or limit.unit == 'budget')
+        if is_waited_for and not (most and most.owed / most.burst >= limit.owed / limit.burst) then most = limit end
+      end
+      if most then return (refusal_for(wait_ms, node, most)) end
+    end
+  end
+
+  -- The refusal of request r, which has waited for its whole TTL, if r waited for a limit; else nil.
+  function quotas.expiry(r)
+    local found = balances_of(r)
+    local uncharged = found and tenants.charges(found.shape, r).uncharged
+    if not uncharged then return nil end
+    local refuse = suffice(found, uncharged, r) and held_up or exceed
+    local refusal = refuse(found, uncharged, r, true)
+    return refusal and refusal .. quotas.balances(found)
   end
 
   -- Charge a request that starts to the limits that have not charged the request. With `sign` -1 the request returns to

@@ -12,6 +12,7 @@ from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_M
 from shared_queue import SharedQueue
 from swept_quotas import SweptQuotas
 
+from picker_fleet.admission.quotas import Lack
 from picker_fleet.admission.tenant_tree import INNER
 from picker_fleet.domain.tenants import Node, Price, Tree
 
@@ -489,8 +490,30 @@ class PoolModel:
 
     def _turn_away(self, r: Request, event: str) -> None:
         """End a waiting request that its client has not cancelled, and notify the request's owner."""
-        self._finish(r, event)
-        self._notify(r, event)
+        notice = self._expire(r) if event == "expired" else event
+        if event != "expired":
+            self._finish(r, event)
+        self._notify(r, notice + "\x1f" if notice.startswith("refused") else notice)
+
+    def _expire(self, r: Request) -> str:
+        """End a waiting request past its TTL. Returns `expired`, or the refusal of a tenant's limit."""
+        lack = None
+        if self.has_tenants and r.id in self.quotas.charges:
+            lack = self.quotas.longest_lack(r.id) or self.quotas.holding_up(r.id, self._waits_of(r))
+        reply = self._beyond(lack, r) if lack is not None else "expired"
+        self._finish(r, "expired")
+        return reply
+
+    def _waits_of(self, r: Request) -> dict[str, float]:
+        """The throttled nodes on r's path that wait for balance, and the ms until the balance suffices."""
+        waits, now_ms = self.queue.waits, self.moment.now_ms
+        return {child: waits.get((r.priority, child), 0) - now_ms for child in self.queue.throttled(r)}
+
+    def _beyond(self, lack: Lack, r: Request) -> str:
+        """The refusal of a request by a tenant's limit."""
+        reason = "over-burst 0" if lack.over_burst else f"over-limit {lack.retry_s}"
+        shown = "\x1f" + shown if (shown := self.quotas.shown(r.flow)) else ""
+        return f"refused {reason}\x1f{lack}{shown}"
 
     def _orphan(self, r: Request, until_ms: int) -> None:
         """Orphan a request of a silent replica: remove it from the queue until another replica adopts it."""

@@ -144,7 +144,9 @@ class QueueModel(PoolModel):
     def cancel(self, id: str, attempt: str, why: str) -> str:
         r = self.requests.get(id)
         if r is None:
-            return "unknown"
+            note = self.inboxes.get(self._caller, {}).get(id, "") if why == "expired" else ""
+            is_refusal = self.has_tenants and note.startswith("refused")
+            return note.removesuffix("\x1f") if is_refusal else "unknown"
         if why == "unclaimed":
             if r.owner != self._caller or not self._is_untaken(r):
                 return "foreign"
@@ -153,9 +155,11 @@ class QueueModel(PoolModel):
             return "foreign"
         elif why == "expired" and r.state in ("granted", "placed"):
             return "granted"
-        self._finish(r, why)
+        reply = self._expire(r) if why == "expired" else "ended"
+        if why != "expired":
+            self._finish(r, why)
         self._withdraw_notification(r)
-        return "ended"
+        return reply
 
     @of_each
     def renew(self, id: str, attempt: str, served: str, accounting_token: Request | None) -> str:
@@ -363,10 +367,8 @@ class QueueModel(PoolModel):
         """Charge r to its tenants. Returns a refusal, or None; a demoted request gets the lowest priority."""
         lack = self.quotas.arrive(r, may_wait=self.queues)
         if lack is not None:
-            reason = "over-burst" if lack.over_burst else "over-limit"
             self._log("refused", r.id)
-            shown = "\x1f" + shown if (shown := self.quotas.shown(r.flow)) else ""
-            return f"refused {reason} {0 if lack.over_burst else lack.retry_s}\x1f{lack}{shown}"
+            return self._beyond(lack, r)
         if self.quotas.is_demoted(r.id):
             r.priority = min(self.queue.bands)
         return None
@@ -435,8 +437,7 @@ class QueueModel(PoolModel):
         r.owner, r.attempt = self._caller, item.attempt
         if r.state in ("queued", "orphaned"):
             if r.deadline_ms <= self.moment.now_ms:
-                self._finish(r, "expired")
-                return "expired"
+                return self._expire(r)
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*" and not item.prefill

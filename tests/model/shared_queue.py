@@ -113,7 +113,11 @@ class SharedQueue(FairQueue[Request]):
 
     def is_throttled(self, r: Request) -> bool:
         """Whether r's flow queue, or a node above it, is throttled and therefore takes no turns."""
-        return any(child in order.throttled for order, child, _ in self._levels_of(r))
+        return bool(self.throttled(r))
+
+    def throttled(self, r: Request) -> list[str]:
+        """The throttled ones of r's flow queue and the nodes above it."""
+        return [child for order, child, _ in self._levels_of(r) if child in order.throttled]
 
     def is_in_order(self, r: Request) -> bool:
         """Whether r's flow queue takes turns among the children of its parent, which may be throttled."""

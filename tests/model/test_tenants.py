@@ -119,6 +119,35 @@ def test_a_refusal_names_the_limit_for_which_a_request_must_wait_longest(side: S
         assert pool.admit(f"more {asked}")[0].startswith(f"refused {told}\x1f")
 
 
+def test_a_request_that_expires_hears_of_the_limit_for_which_it_waited(side: ScriptSide) -> None:
+    nodes = {"a": {"limits": [limit("requests", 2, 60_000)]}, "b": {"limits": [limit("requests", 9, 60_000)]}}
+    pool = pool_of(side, nodes, upper_per=3)
+    pool.admit("one flow=a/x, two flow=a/y, runs flow=b/x")
+    pool.admit("told flow=a/x ttl_ms=600, timed flow=a/y ttl_ms=600, no-room flow=b/x ttl_ms=600", by="b")
+    pool.passes(601)
+    refusal = "refused over-limit 30\x1frequests 60000 a\x1frequests=2,0,59399"
+    assert pool.cancel("timed", "expired", by="b") == refusal
+    assert pool.told["b"][-2:] == ["expired no-room", f"{refusal}\x1f told"]
+    assert [pool.of(name)[-1] for name in ("told", "timed", "no-room")] == ["expired"] * 3
+    # Another replica's call ends the request before the request's own replica asks.
+    pool.admit("late flow=a/x ttl_ms=600", by="b")
+    pool.passes(600)
+    pool.beat("a")
+    assert pool.cancel("late", "expired", by="b").startswith("refused over-limit 29")
+    assert audit(side.log()).violations == 0
+
+
+def test_a_request_that_expires_behind_a_larger_request_hears_of_the_limit(side: ScriptSide) -> None:
+    pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000), limit("requests", 9)]}}, **ROOMY)
+    pool.admit("runs flow=a/x prompt_tokens=60")
+    pool.admit("large flow=a/x prompt_tokens=90")
+    pool.admit("small flow=a/y prompt_tokens=9 ttl_ms=500")
+    pool.passes(501)
+    pool.beat()
+    told = next(each for each in pool.told["a"] if each.endswith(" small"))
+    assert told.startswith("refused over-limit 30\x1ftokens 60000 a\x1f")
+
+
 def test_a_request_over_the_limit_of_a_lenient_tenant_goes_to_the_lowest_band(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("requests", 1)], "over_limit": "demote"}}, upper_per=2)
     pool.admit("first flow=a band=0, runs flow=b")

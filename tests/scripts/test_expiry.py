@@ -1,13 +1,14 @@
 """Time to live: no request is dispatched after its TTL, and the request's client gets an answer (G5)."""
 
 import asyncio
+import json
 
 import pytest
 from decision_ledger import events_of
 from proxy import proxy_to
-from script_fleet import OpenFleet, ask, until, waiting
+from script_fleet import OpenFleet, ask, asked, until, waiting
 
-from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl
+from picker_fleet.domain.errors import DeadlineExceeded, ExpiredTtl, OverLimit
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
@@ -37,6 +38,34 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
         await a.settle("runs")
         assert await it.at_rest()
         assert a.gate.queue.waiting == 0
+
+
+@pytest.mark.parametrize("learns", ["by a notification", "by its own timer"])
+async def test_a_request_that_waits_for_a_limit_until_its_ttl_is_told_the_limit(
+    fleet: OpenFleet, learns: str
+) -> None:
+    limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}
+    async with fleet("a", "b", upper_per=9, tenants={"separator": "/"}) as (it, a, b):
+        await a.store.set_tenants("tenants", {"acme co": json.dumps({"limits": [limit]})})
+        await a.admit("runs", flow="acme co/x")
+        expired = [await waiting(it, a, "q", flow="acme co/y", ttl_s=0.3)]
+        expired.append(asked(a, "own", flow="acme co/y", ttl_s=0.3, by_client=True))
+        if learns == "by a notification":
+            await it.after(301)
+            await b.sweep()
+        told, own = await asyncio.gather(*expired, return_exceptions=True)
+        assert isinstance(told, OverLimit)
+        assert (told.status, told.reason, str(told.quota).rpartition(",")[0]) == (
+            429,
+            "over-limit",
+            "requests=1,0",
+        )
+        assert str(told) == f"acme co: its limit of requests is used up; retry in {told.retry_after_s} s"
+        assert told.retry_after_s in (3599, 3600)
+        assert isinstance(own, DeadlineExceeded)
+        assert events_of(await it.log(), "q")[-2:] == ["queued", "expired"]
+        await a.settle("runs")
+        await until(it.at_rest)
 
 
 async def test_a_waiting_request_is_answered_at_its_ttl_while_redis_does_not_reply(

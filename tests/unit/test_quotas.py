@@ -16,7 +16,7 @@ from picker_fleet.admission.local_gate import LocalGate
 from picker_fleet.admission.local_queue import LocalQueue
 from picker_fleet.admission.quotas import Quotas, Usage, period_of
 from picker_fleet.domain.bands import Band
-from picker_fleet.domain.errors import OverBurst, OverLimit
+from picker_fleet.domain.errors import DeadlineExceeded, OverBurst, OverLimit
 from picker_fleet.domain.tenants import Node, Price, Tree
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -140,6 +140,29 @@ async def test_a_request_over_its_tenants_limit_waits_and_others_pass() -> None:
     assert await third  # 50 ms later the limit has room for one more request
     assert await fourth
     assert gate.free == 95.0
+
+
+async def test_a_request_that_waits_for_a_limit_until_its_ttl_is_told_the_limit() -> None:
+    gate, quotas = gate_of(tree(acme={"limits": [{"requests": 1, "per": "1h"}]}))
+    assert await start(gate, "runs", flow="acme/x")
+    [late] = await waiting(gate, "late", flow="acme/y", ttl_s=0.05)
+    [own] = await waiting(gate, "own", flow="acme/y", ttl_s=0.05, by_client=True)
+    with pytest.raises(OverLimit, match=r"acme: 1 requests per 1h; retry in 3600 s") as refused:
+        await late
+    assert (refused.value.retry_after_s, refused.value.quota[:13]) == (3600, "requests=1,0,")
+    with pytest.raises(DeadlineExceeded):
+        await own
+    assert quotas.charges.keys() == {"runs"}
+
+
+async def test_a_request_that_expires_behind_a_larger_request_is_told_the_limit() -> None:
+    gate, _ = gate_of(tree(acme={"limits": [{"tokens": 100, "per": "1h"}]}))
+    assert await start(gate, "runs", flow="acme/x", prompt_tokens=60)
+    [large] = await waiting(gate, "large", flow="acme/x", prompt_tokens=90)
+    [small] = await waiting(gate, "small", flow="acme/y", prompt_tokens=9, ttl_s=0.05)
+    with pytest.raises(OverLimit, match=r"acme: 100 tokens per 1h; retry in 1800 s"):
+        await small
+    large.cancel()
 
 
 async def test_a_tenants_next_request_starts_when_one_in_flight_ends() -> None:

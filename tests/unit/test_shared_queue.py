@@ -119,7 +119,20 @@ async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request
 
 
 @pytest.mark.parametrize(
-    "line", ["unknown r", "", "placed", "placed r", "placed 1 e:1 r", "queued 5", "gone r", "unknown-pool r"]
+    "line",
+    [
+        "unknown r",
+        "",
+        "placed",
+        "placed r",
+        "placed 1 e:1 r",
+        "refused x",
+        "refused odd 1\x1f r",
+        "refused over-limit x\x1f r",
+        "queued 5",
+        "gone r",
+        "unknown-pool r",
+    ],
 )
 def test_a_malformed_notification_from_redis_is_ignored(line: str) -> None:
     what, _, about = line.partition(" ")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from picker_fleet.admission.local_queue import LocalQueue, Rules, Waiting
-from picker_fleet.admission.quotas import Granted, Quotas, Usage
+from picker_fleet.admission.quotas import Granted, Lack, Quotas, Usage
 from picker_fleet.admission.waits import Wait, refusal, time_up
 from picker_fleet.domain.errors import (
     ClientGone,
@@ -89,6 +89,7 @@ class LocalGate:
         self._quotas = quotas
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # waiting requests by id
+        self._waits: dict[str, float] = {}  # throttled node -> the loop's time when its balance suffices
         self._turns: deque[_TransferRequest | None] = deque([None])  # None stands for the local queue's turn
 
     @property
@@ -192,15 +193,19 @@ class LocalGate:
         the request, in the lowest band if a tenant's limit demotes it."""
         lack = quotas.arrive(request) if request.id not in quotas.charges else None
         if lack is not None:
-            reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
-            refused = Refused(reason, lack.retry_s, str(lack), quotas.shown(request.flow))
-            error = refusal(refused, request, lack.retry_s, quotas.tree)
-            assert error is not None
-            self._metrics.push_error(request.model, error.code, request.target_model)
-            raise error
+            raise self._beyond(lack, quotas, request)
         lowest = self._queue.lowest_band
         is_lower = quotas.is_demoted(request.id) and lowest.priority < request.band.priority
         return request._replace(band=lowest) if is_lower else request
+
+    def _beyond(self, lack: Lack, quotas: Quotas, request: InferenceRequest) -> RequestError:
+        """Count and return the error of a request that a tenant's limit refuses."""
+        reason = Refusal.OVER_BURST if lack.over_burst else Refusal.OVER_LIMIT
+        refused = Refused(reason, lack.retry_s, str(lack), quotas.shown(request.flow))
+        error = refusal(refused, request, lack.retry_s, quotas.tree)
+        assert error is not None
+        self._metrics.push_error(request.model, error.code, request.target_model)
+        return error
 
     def _lacking(self, request_id: str) -> tuple[str, float] | None:
         return self._quotas.lacking(request_id) if self._quotas is not None else None
@@ -234,6 +239,7 @@ class LocalGate:
                 quotas.use(request_id, usage)
             quotas.end(request_id, unserved=unserved)
         for child in quotas.eased():
+            self._waits.pop(child, None)
             self._queue.unthrottle(child)
 
     def acquire(self, amount: float) -> bool:
@@ -338,9 +344,11 @@ class LocalGate:
         """Let requests below the tenant node `child` wait until the node's balance suffices."""
         self._queue.throttle(waiting, child)
         if wait_ms < math.inf:
-            self._loop.call_later(max(wait_ms, 1.0) / 1000, self._unthrottle, child)
+            self._waits[child] = self._loop.time() + max(wait_ms, 1.0) / 1000
+            self._loop.call_at(self._waits[child], self._unthrottle, child)
 
     def _unthrottle(self, child: str) -> None:
+        self._waits.pop(child, None)
         self._queue.unthrottle(child)
         self._dispatch()
 
@@ -353,6 +361,12 @@ class LocalGate:
     def _time_up(self, request: InferenceRequest) -> RequestError:
         if not request.by_client:
             self._metrics.expired(request.model, request.target_model)
+            if (quotas := self._quotas) is not None and request.id in quotas.charges:
+                now_s = self._loop.time()
+                waits = {child: (end_s - now_s) * 1000 for child, end_s in self._waits.items()}
+                lack = quotas.longest_lack(request.id) or quotas.holding_up(request.id, waits)
+                if lack is not None:
+                    return self._beyond(lack, quotas, request)
         return time_up(request, retry_after_s=1)
 
     def _leave(self, waiting: Waiting) -> None:

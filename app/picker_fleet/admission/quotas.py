@@ -198,6 +198,27 @@ class Quotas:
                 return _child(node.path, charge.flow), lack.wait_ms
         return None
 
+    def longest_lack(self, request_id: str) -> Lack | None:
+        """The limit for which a waiting request must wait longest; None if the request may start."""
+        charge = self.charges.get(request_id)
+        if charge is None or charge.started:
+            return None
+        lacks = filter(None, (self._lack(node, charge) for node in self._nodes(charge.flow)))
+        return max(lacks, key=lambda lack: (lack.over_burst, lack.retry_s), default=None)
+
+    def holding_up(self, request_id: str, waits: Mapping[str, float]) -> Lack | None:
+        """The limit for which an earlier request waits, and so holds up a request that may start: of the
+        highest node on its path that is in `waits` (the node's name among its siblings -> the ms until its
+        balance suffices), the limit with the least part left. None if no node is in `waits`."""
+        charge = self.charges[request_id]
+        for node in self._nodes(charge.flow):
+            wait_ms = waits.get(_child(node.path, charge.flow), 0.0)
+            limits = [each for each in self._uncharged(node, charge) if each.unit != "parallel"]
+            if wait_ms > 0 and limits:
+                worst = max(limits, key=lambda limit: self._taken(limit) / limit.burst)
+                return Lack(node.path, worst, wait_ms, False)
+        return None
+
     def start(self, request_id: str) -> None:
         """Charge a request that starts to those limits that have not yet charged it."""
         charge = self.charges.get(request_id)

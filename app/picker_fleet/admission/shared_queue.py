@@ -40,7 +40,7 @@ from picker_fleet.scheduling.forecasts import MetLoads
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Queued, Refused, Renewal, Verdict
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -369,17 +369,23 @@ class SharedQueue:
             verdict = await self._expire(waiter)
         finally:
             timer.cancel()
+        if isinstance(verdict, Refused):  # the request expired while it waited for a tenant's limit
+            if waiter.request.by_client:
+                verdict = Verdict.EXPIRED
+            else:
+                self._metrics.expired(waiter.request.model, waiter.request.target_model)
         if (error := self._refusal(waiter.request, verdict)) is not None:
             raise error
         return verdict if isinstance(verdict, Placed) else None
 
-    async def _expire(self, waiter: Waiter) -> Verdict:
-        """Report an expired request to Redis. Returns GRANTED if Redis granted it first, else EXPIRED."""
+    async def _expire(self, waiter: Waiter) -> AnyVerdict:
+        """Report an expired request to Redis. Returns GRANTED if Redis granted it first, else EXPIRED, or the
+        refusal of the tenant's limit for which the request waited."""
         # The store sends the expiry to Redis even if this method no longer waits for the answer.
         expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
         await asyncio.wait((expiry,), timeout=_EXPIRY_ANSWER_S)
-        is_granted = expiry.done() and expiry.exception() is None and expiry.result() == "granted"
-        return Verdict.GRANTED if is_granted else Verdict.EXPIRED
+        answer = expiry.result() if expiry.done() and expiry.exception() is None else ""
+        return parse_verdict(answer) if answer.startswith(("granted", "refused")) else Verdict.EXPIRED
 
     def dequeued(self, attempts: int, successes: int) -> None:
         """Record that Redis, in a call of this replica, tried to dispatch queued requests of any replica."""

@@ -112,8 +112,8 @@ class TooSlow(
 
 
 class OverLimit(RequestError, status=429, code="over_limit", kind="rate_limit_error", reason="over-limit"):
-    """A limit or budget of a tenant on the request's path is used up, and the tenant may not wait. `quota`:
-    the balances that the answer shows, as in `Placement`."""
+    """A limit or budget of a tenant on the request's path is used up, and the request may not wait, or has
+    waited for its TTL. `quota`: the balances that the answer shows, as in `Placement`."""
 
     def __init__(self, message: str, *, retry_after_s: int | None = None, quota: str = "") -> None:
         super().__init__(message, retry_after_s=retry_after_s)

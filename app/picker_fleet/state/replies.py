@@ -55,6 +55,9 @@ class Verdict(enum.Enum):
 
 
 AnyVerdict = Placed | Queued | Refused | Verdict
+NOTIFIED: Mapping[str, Verdict] = {  # the verdicts that a notification may bring by their word alone
+    each.value: each for each in (Verdict.GRANTED, Verdict.EXPIRED, Verdict.PREEMPTED, Verdict.EVICTED)
+}
 
 
 @dataclass(slots=True)
@@ -71,7 +74,6 @@ FaultReply = Literal["ejected", "down", "noted", "unknown"]
 TombstoneReply = Literal["stored", "back"]
 PrefilledReply = Literal["released", "unknown"]
 SuspicionReply = Literal["suspected", "waiting", "unknown"]
-CancelReply = Literal["ended", "granted", "foreign", "unknown"]
 MarkReply = Literal["marked", "ejected", "unknown"]
 EvictReply = Literal["evicted", "running", "unknown"]
 EndKind = Literal["settled", "left", "unknown"]

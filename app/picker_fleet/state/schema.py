@@ -35,7 +35,8 @@ class Refusal(enum.StrEnum):
 
 
 # The notifications that a replica gets about its own requests. `placed`: the request is granted and placed.
-NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
+# `refused`: the request expired while it waited for a tenant's limit.
+NOTIFICATIONS = ("granted", "placed", "expired", "refused", "preempted", "evicted")
 # The states of a request in the pool, numbered from 1. `orphaned`: queued by a replica that is silent.
 STATES = ("queued", "orphaned", "granted", "placed")
 WAITING_STATES = 2  # requests in the first two states wait: their records have no endpoints, stock or tag

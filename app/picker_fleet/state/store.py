@@ -9,6 +9,7 @@ import json
 import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, cast
 
 import msgspec
@@ -32,8 +33,8 @@ from picker_fleet.state.pool_state import (
 )
 from picker_fleet.state.reads import QueueSnapshots, Reads, Usage, fields_of
 from picker_fleet.state.replies import (
+    NOTIFIED,
     AnyVerdict,
-    CancelReply,
     Dispatched,
     EndKind,
     Event,
@@ -95,21 +96,21 @@ def _placed(endpoints: str, loads: str) -> Placed:
     )
 
 
-_NOTIFIED: Mapping[str, Verdict] = {
-    each.value: each for each in (Verdict.GRANTED, Verdict.EXPIRED, Verdict.PREEMPTED, Verdict.EVICTED)
-}
-
-
 def parse_notification(what: str, about: str) -> Notification | None:
     """Parse a notification; None if it is malformed, since other programs may write to the channel. `about`
-    is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request."""
+    is the request's id, `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request, or a refusal as
+    in replies, byte 31, a blank and the id."""
     if what == "placed":
         parts = about.split(" ", 3)
         if len(parts) < 4:
             return None
         attempt, endpoints, loads, request_id = parts
         return Notification(request_id, _placed(endpoints, loads), attempt)
-    verdict = _NOTIFIED.get(what)
+    verdict: AnyVerdict | None = NOTIFIED.get(what)
+    if what == "refused":
+        refusal, _, about = about.rpartition(f"{BETWEEN} ")
+        with suppress(ValueError):
+            verdict = parse_verdict(f"refused {refusal}")
     return Notification(about, verdict) if verdict is not None else None
 
 
@@ -269,11 +270,12 @@ class Store:
         endpoint's next metrics pages."""
         return self._client.submit("report_client_gone", (request_id,))
 
-    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
-        """Cancel a request; `why`: cancelled, expired, withdrawn. The call repeats until Redis accepts it."""
+    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[str]:
+        """Cancel a request; `why`: cancelled, expired, withdrawn. The call repeats until Redis accepts it.
+        The answer to `expired` is `granted` if the request was granted first, else a verdict, or unknown."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
-    def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
+    def return_grant(self, request_id: str) -> asyncio.Future[str]:
         """Give back a grant that no stream waits for. If this call is lost, Redis repeats the grant."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
@@ -322,10 +324,8 @@ class Store:
         """Read this replica's inbox without removing notifications; a Placed notification becomes GRANTED."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         pairs = zip(flat[::2], flat[1::2], strict=True)
-        found = (
-            parse_notification("granted" if what.startswith("placed") else what, request_id)
-            for request_id, what in pairs
-        )
+        lines = (f"{'granted' if what.startswith('placed') else what} {id}" for id, what in pairs)
+        found = (parse_notification(*line.partition(" ")[::2]) for line in lines)
         return [each for each in found if each is not None]
 
     async def server_info(self) -> str:
