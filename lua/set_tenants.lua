@@ -10,9 +10,11 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] `tenants` (from the configuration) or `tenant_changes` (of operators)
--- args[3] and further, in pairs: path, JSON (lib/tenants.lua); '' removes the node
+-- args[3] and further, in pairs: path, JSON (lib/tenants.lua); '' removes the node. The path '' of a first pair stands
+--   for the version of the nodes on which the change is based
 --
--- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown
+-- Returns {epoch, notifications, attempts, served, version}; version '' while the pool is unknown, 'stale' if another
+--   version than the caller's is in force, so that nothing was changed
 
 local function set_tenants(args)
   reset_notifications(args[1])
@@ -20,7 +22,12 @@ local function set_tenants(args)
   if not hash then error({err = 'ERR no hash of tenants: ' .. args[2]}, 0) end
   local version, counts_running, changes_default = '', false, false
   if pool.known then
-    for at = 3, #args, 2 do
+    local first, former = 3, read('HGET', key.pool, 'tenants_version') or ''
+    if args[3] == '' then
+      if args[4] ~= former then return finish_call({'stale'}) end
+      first = 5
+    end
+    for at = first, #args, 2 do
       local path, node = args[at], args[at + 1]
       if node == '' then defer_write('HDEL', hash, path) else defer_write('HSET', hash, path, node) end
       log_change('tenant', path .. '\31' .. args[2] .. '\31' .. node)
@@ -33,7 +40,7 @@ local function set_tenants(args)
       end
     end
     quotas.forget()
-    version = (tonumber(read('HGET', key.pool, 'tenants_version') or 0) or 0) + 1
+    version = (tonumber(former) or 0) + 1
     defer_write('HSET', key.pool, 'tenants_version', version)
     pool.touched = true
     if settings.tenants then

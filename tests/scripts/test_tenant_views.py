@@ -1,5 +1,6 @@
 """The admin API shows and changes the tree of tenants, as the scripts see the tree."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -201,6 +202,24 @@ async def test_a_change_is_checked_against_the_last_change_by_another_replica(fl
             await others.put(call, "acme/k", {"limits": [{"tokens": 501, "per": "1m"}]})
         await views.put(call, "umbra", {})
         assert [each.path for each in (await others.page("")).children] == ["acme", "umbra"]
+
+
+async def test_of_two_changes_at_once_the_later_is_checked_against_the_earlier(fleet: OpenFleet) -> None:
+    async with fleet("a", "b", tenants=TENANTS) as (_, a, b):
+        (views, _), (others, _) = await views_of(a, Node(path="acme")), await views_of(b, Node(path="acme"))
+
+        async def put(through: TenantTree, path: str, tokens: int) -> models.TenantChange:
+            call = Request({"type": "http", "state": {}})
+            return await through.put(call, path, {"limits": [{"tokens": tokens, "per": "1m"}]})
+
+        for _ in range(10):
+            for above in (views, others):
+                await put(views, "acme", 100)
+                await put(views, "acme/k", 50)
+                changes = put(above, "acme", 60), put(views, "acme/k", 90)
+                made = await asyncio.gather(*changes, return_exceptions=True)
+                assert [type(each) for each in made].count(ConfigError) == 1, made
+                await put(views, "acme/k", 1)
 
 
 async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_pages(

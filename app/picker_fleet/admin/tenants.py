@@ -25,7 +25,7 @@ from picker_fleet.domain.errors import ConfigError, StateUnavailable
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.tenants import PERIODS, Node, Tree
 from picker_fleet.state.reads import LimitRow, TenantRow
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import STALE, Store
 
 PAGE = 50  # children on a page
 _SUMMED_AT_ONCE = 100  # flows summed between two pauses
@@ -114,30 +114,33 @@ class TenantTree:
         section = {"separator": self.tree().separator, "nodes": [{**body, "path": path}]}
         tenants = parse({"tenants": section}).tenants
         assert tenants is not None
-        configured, live = await self._store.tenant_settings(path)
-        return await self._set(request, path, live or configured, tenants.nodes[0].shared())
+        return await self._set(request, path, tenants.nodes[0].shared())
 
     async def undo(self, request: Request, path: str) -> models.TenantChange:
         """Undo the live change of the node at `path`. Raises Refused (404) without a change, ConfigError if
         the configured limits contradict the limits above or below."""
         self.tree()
-        configured, live = await self._store.tenant_settings(path)
-        if not live:
-            raise Refused(404, "unknown_change", "no operator has changed this node")
-        return await self._set(request, path, live, "", then=configured)
+        return await self._set(request, path, "")
 
-    async def _set(
-        self, request: Request, path: str, old: str, text: str, *, then: str = ""
-    ) -> models.TenantChange:
-        """Store the live change `text`; '' removes the change, and the settings `then` apply again."""
-        await self._follow()  # another replica may have made the last change
-        former, node = (Node.of_shared(path, each) if each else None for each in (old, text or then))
-        tree = self.tree().changed(path, node)
-        if node is not None and (fault := await asyncio.to_thread(tree.fault_by, node)):
-            raise ConfigError(fault)
-        change = models.TenantChange(path=path, old=_told(former), new=_told(node))
-        request.state.detail = change.model_dump_json()
-        if not await self._store.set_tenants("tenant_changes", {path: text}):
+    async def _set(self, request: Request, path: str, text: str) -> models.TenantChange:
+        """Store the live change `text`; '' removes the change, and the configured settings apply again. If
+        another change is made meanwhile, by any replica, check the change against that one, too."""
+        answer = STALE
+        while answer == STALE:
+            version = await self._store.tenants_version()
+            configured, live = await self._store.tenant_settings(path)
+            if not (text or live):
+                raise Refused(404, "unknown_change", "no operator has changed this node")
+            await self._follow()
+            settings = live or configured, text or configured
+            former, node = (Node.of_shared(path, each) if each else None for each in settings)
+            tree = self.tree().changed(path, node)
+            if node is not None and (fault := await asyncio.to_thread(tree.fault_by, node)):
+                raise ConfigError(fault)
+            change = models.TenantChange(path=path, old=_told(former), new=_told(node))
+            request.state.detail = change.model_dump_json()
+            answer = await self._store.set_tenants("tenant_changes", {"": version, path: text})
+        if not answer:
             raise StateUnavailable("the pool is not known yet: no replica has published its settings")
         return change
 

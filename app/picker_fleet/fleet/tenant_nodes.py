@@ -80,19 +80,14 @@ class TenantNodes:
             await self._store.set_tenants("tenant_changes", self._changes)
             changes = self._changes
         in_force = {**await self._store.nodes_of("tenants"), **changes}
-        self._followed, self._changes = (epoch, version), changes
         parsed = {}
-        try:
-            for path, text in in_force.items():
-                known = self._parsed.get(path)
-                if known is None or known[0] != text:
-                    await asyncio.sleep(0)  # requests must not wait while 10 000 nodes are parsed
-                    known = text, Node.of_shared(path, text)
-                parsed[path] = known
-        except asyncio.CancelledError:
-            self._followed = "", ""  # the next call parses the nodes
-            raise
-        self._parsed = parsed
+        for path, text in in_force.items():
+            known = self._parsed.get(path)
+            if known is None or known[0] != text:
+                await asyncio.sleep(0)  # requests must not wait while 10 000 nodes are parsed
+                known = text, Node.of_shared(path, text)
+            parsed[path] = known
+        self._followed, self._changes, self._parsed = (epoch, version), changes, parsed
         return Tree((node for _, node in parsed.values()), self._separator)
 
 

@@ -61,6 +61,7 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 PACKED_USAGE = struct.Struct("<3d")  # the argument `usage` of the script `settle`
+STALE = "stale"  # the nodes of tenants have another version than the caller's
 _NODES_AT_ONCE = 100  # tenants' nodes that a call changes, in well below 5 ms
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # like `completed`; also: the request's endpoint is healthy
@@ -412,7 +413,8 @@ class Store:
 
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
-        configuration, or of operators. Returns the new version; '' while the pool is unknown."""
+        configuration, or of operators. The path '' may come first, with a version: if another is in force,
+        nothing is changed. Returns the new version; '' while the pool is unknown; STALE."""
         version, left = "", list(nodes.items())
         while left:
             some, left = left[:_NODES_AT_ONCE], left[_NODES_AT_ONCE:]
