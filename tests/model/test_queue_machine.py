@@ -158,7 +158,9 @@ nodes = st.one_of(
         optional={name: st.sampled_from(NODE[name]) for name in NODE if name != "weight"},
     ),
 )
-usages = st.sampled_from([b"", *(PACKED_USAGE.pack(*each) for each in ((3, 1, 2), (14, 0, 9), (0, 0, 0)))])
+usages = st.sampled_from(
+    [b"", *(PACKED_USAGE.pack(*each) for each in ((3, 1, 2), (14, 0, 9), (0, 0, 0), (-1, -1, 7)))]
+)
 addresses = st.sampled_from((*ENDPOINTS, "p1", "away"))
 splits = st.sampled_from([*["*"] * 4, "", "p1", "p1=0.5,e3=0.6", "e3", "away"])
 callers = st.sampled_from(CALLERS)

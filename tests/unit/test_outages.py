@@ -123,6 +123,22 @@ async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_l
         assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 
 
+async def test_without_redis_a_tenant_is_charged_for_answers_without_usage_as_with_redis() -> None:
+    acme = {"path": "acme", "over_limit": "reject", "limits": [{"tokens": 1000, "per": "1d"}]}
+    bench = Bench(config={"tenants": {"nodes": [acme]}})
+    bench.store.away = True
+    unknown = dict.fromkeys(("prompt_tokens", "completion_tokens"))
+    sizes = {"prompt_tokens": 10.0, "answer_tokens": 40.0}
+    left = []
+    for status, body_bytes, what in ((400, 100, "application/json"), (200, 25_600, "text/event-stream")):
+        placed = await bench.place(f"r{status}", flow="acme/x", **sizes)
+        bench.end(f"r{status}", placed, status=status, body_bytes=body_bytes, content_type=what, **unknown)
+        left.append((await bench.place(f"next{status}", flow="acme/x", **sizes)).quota.split(",")[1])
+    # The share of one of two replicas is 500 tokens; answers show both replicas' shares. The refused request
+    # is charged none, and the stream of 25 600 bytes 100 tokens for its answer instead of 40.
+    assert left == ["900", "580"]
+
+
 async def test_an_access_log_entry_of_a_refused_request_is_not_counted_as_a_completion() -> None:
     bench = Bench(away=True)
     placement = await bench.place("placed")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from picker_fleet.admission.ledger import Entry, Ledger, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
 from picker_fleet.admission.quotas import Usage
+from picker_fleet.admission.reports import usage_of
 from picker_fleet.domain.errors import ScriptFailed
 from picker_fleet.domain.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
@@ -149,10 +150,11 @@ class Outage:
         cost = released_by_end(entry, token, is_late=completion.is_late)
         if cost is None:
             return False
+        used = usage_of(completion)
         self.gate.end_charge(
             completion.id,
             unserved=completion.outcome is Outcome.UPSTREAM_FAILED,
-            usage=_usage_of(completion),
+            usage=Usage(*used) if used else None,
             flow="" if accounting_token.alone_since_ms(token) is None else accounting_token.flow_of(token),
         )
         released = self.gate.charge(cost)
@@ -179,10 +181,3 @@ class Outage:
                 with contextlib.suppress(ScriptFailed):  # its next access-log entry restores the request
                     await answer
         return len(running)
-
-
-def _usage_of(completion: Completion) -> Usage | None:
-    prompt, answer = completion.prompt_tokens, completion.completion_tokens
-    if prompt is None or answer is None:
-        return None
-    return Usage(prompt, completion.cached_tokens or 0, answer)

@@ -56,7 +56,8 @@ class Charge:
 
 
 class Usage(NamedTuple):
-    """The numbers of tokens in a request's prompt and answer; `cached` of the prompt tokens are cached."""
+    """The numbers of tokens in a request's prompt and answer; `cached` of the prompt tokens are cached. If
+    `prompt` is negative, the prompt's tokens are unknown, and `answer` is a lower bound."""
 
     prompt: float
     cached: float
@@ -234,6 +235,10 @@ class Quotas:
         charge = self.charges.get(request_id)
         if charge is None or not self._nodes(charge.flow):
             return
+        if usage.prompt < 0:
+            if usage.answer <= charge.answer:
+                return
+            usage = Usage(charge.prompt, 0, usage.answer)
         for node, limit in self._charged(charge):
             if limit.unit not in ("requests", "parallel"):
                 amount = self._amount(limit.unit, charge.model, usage)

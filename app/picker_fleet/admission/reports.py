@@ -54,7 +54,7 @@ def _tokens(completion: Completion) -> tuple[int | None, int | None]:
     return completion.prompt_tokens, answer
 
 
-def _usage(completion: Completion) -> tuple[int, int, int] | None:
+def usage_of(completion: Completion) -> tuple[int, int, int] | None:
     """The numbers of tokens in prompt, cached prompt, and answer, for `Store.settle`; None if unknown."""
     prompt, answer = _tokens(completion)
     if prompt is not None and answer is not None:
@@ -154,7 +154,7 @@ class Reports:
             actual,
             answer_tokens,
             prompt_size,
-            usage=_usage(completion) if self._has_tenants else None,
+            usage=usage_of(completion) if self._has_tenants else None,
             answered=completion.answered,
             urgent=self._are_places_awaited(),
         )
