@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from local_requests import ask, rules, start, waiting
+from metrics_page import samples
 
 from picker_fleet.admission.local_gate import LocalGate
 from picker_fleet.admission.local_queue import LocalQueue
@@ -215,6 +216,13 @@ async def test_a_request_over_the_limit_is_refused_or_demoted_as_its_tenant_choo
     assert await plain
     gate.release(1.0)
     assert await demoted
+    counts = {
+        key[1:]: n for key, n in samples(gate._metrics).items() if key[0] == "epp_tenant_over_limit_total"
+    }
+    assert counts == {
+        ("action=reject", "tenant=strict", "unit=tokens"): 2,
+        ("action=demote", "tenant=lax"): 1,
+    }
 
 
 async def test_an_outage_begins_with_the_balances_that_redis_reported() -> None:

@@ -191,9 +191,12 @@ class LocalGate:
     def _arrive(self, quotas: Quotas, request: InferenceRequest) -> InferenceRequest:
         """Charge an arriving request to its tenants' limits, unless an earlier stream has done so. Returns
         the request, in the lowest band if a tenant's limit demotes it."""
-        lack = quotas.arrive(request) if request.id not in quotas.charges else None
+        is_new = request.id not in quotas.charges
+        lack = quotas.arrive(request) if is_new else None
         if lack is not None:
             raise self._beyond(lack, quotas, request)
+        if is_new and quotas.is_demoted(request.id):
+            self._metrics.demoted(request.flow, quotas.tree)
         lowest = self._queue.lowest_band
         is_lower = quotas.is_demoted(request.id) and lowest.priority < request.band.priority
         return request._replace(band=lowest) if is_lower else request
@@ -205,6 +208,7 @@ class LocalGate:
         error = refusal(refused, request, lack.retry_s, quotas.tree)
         assert error is not None
         self._metrics.push_error(request.model, error.code, request.target_model)
+        self._metrics.over_limit(refused.limit, quotas.tree)
         return error
 
     def _lacking(self, request_id: str) -> tuple[str, float] | None:
