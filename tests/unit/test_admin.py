@@ -175,7 +175,8 @@ async def test_usage_of_the_requested_hours_is_exported_as_json_lines_or_csv() -
         assert early.text.splitlines()[1:] == [f"2025-12-31T23:00:00Z,,,0,0,0,0,0,0.0,{note['note']}"]
         rest = await client.get("/api/v1/usage?from=2026-01-01T01:59:59")
         assert rest.text == ""
-        assert (await client.get("/api/v1/usage?from=noon")).json()["code"] == "bad_from"
+        for times in ("from=noon", "from=2026-01-02T00:00:00Z&to=2026-01-01T00:00:00Z"):
+            assert (await client.get(f"/api/v1/usage?{times}")).json()["code"] == "bad_from"
     nothing = Mock(hours=AsyncMock(return_value=[]))
     async with asking(api(usage=nothing)) as client:
         assert (await client.get("/api/v1/usage")).json()["code"] == "no_tenants"

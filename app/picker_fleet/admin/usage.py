@@ -17,7 +17,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from picker_fleet.admin.fleet_state import PAUSE_S
-from picker_fleet.admin.protection import Deadlines, Responses, faults, within
+from picker_fleet.admin.protection import Deadlines, Refused, Responses, faults, within
 from picker_fleet.admin.tenants import TenantTree
 from picker_fleet.domain.sections import Leases
 from picker_fleet.fleet.usage import HOUR_MS
@@ -149,6 +149,8 @@ def add_routes(routes: APIRouter, export: UsageExport, tenants: TenantTree, dead
             tenants.tree()  # raises no_tenants: without tenants there is no usage
         end_hour = export.now_hour() + 1 if end is None else _hour_of(end)
         first_hour = max(0, end_hour - _DEFAULT_HOURS if first is None else _hour_of(first))
+        if first is not None and first_hour > end_hour:
+            raise Refused(422, "bad_from", "query.from: is later than query.to, or than now")
         is_csv = form == "csv" or (form is None and _CSV in request.headers.get("accept", ""))
         kind = _CSV if is_csv else _JSON_LINES
 
