@@ -434,7 +434,7 @@ async def test_the_events_that_one_replica_reads_correct_the_prefix_index_of_ano
                 places.add_route(address, asked.prefix)
                 await until(lambda: reads.index.match(asked.prefix) == {address: 8})
 
-                placer.placed(asked, address, b"/v1/completions", lambda: b'{"prompt": "x"}')
+                placer.placed(asked, (address,), b"/v1/completions", lambda: b'{"prompt": "x"}')
                 await until(lambda: len(follower._by_link) == 8)
                 assert server.requests[0].startswith("POST /tokenize ")
                 await engine.publish(batch(*(removed(name) for name in reversed(names[27:]))))
@@ -443,7 +443,7 @@ async def test_the_events_that_one_replica_reads_correct_the_prefix_index_of_ano
                 await engine.publish(batch(stored(names[27:], ids[27 * SIZE :], names[26])))
                 await until(lambda: places.index.match(asked.prefix) == {address: 8})
 
-                placer.placed(asked, address, b"/v1/completions", lambda: b"{}")
+                placer.placed(asked, (address,), b"/v1/completions", lambda: b"{}")
                 assert placer._waiting.empty(), "nothing new"
                 await engine.publish(batch(CLEARED))
                 await until(lambda: places.index.match(asked.prefix) == {})
@@ -467,8 +467,16 @@ async def test_an_engine_that_does_not_tokenize_is_asked_once_a_second(answer: b
         routes.index.follow(server.address, SIZE)
         for number in range(20):
             placer.placed(
-                request(number, b"%03d" % number * 200), server.address, b"/v1/completions", lambda: b"{}"
+                request(number, b"%03d" % number * 200), (server.address,), b"/v1/completions", lambda: b"{}"
             )
         await until(lambda: placer._waiting.empty() and placer._is_paused(server.address))
         assert len(server.requests) <= token_prefixes._WORKERS
         assert not routes._completions
+
+
+async def test_a_split_prompt_is_tokenized_by_the_stage_whose_events_are_read() -> None:
+    routes = RouteStream("redis://127.0.0.1:1/0", stream="unused", replica="r")
+    placer, asked = TokenPrefixes(routes, Scraping(), lambda: 0.0), request(1, b"x" * BLOCK_BYTES)
+    routes.index.follow("10.0.0.2:8000", SIZE)
+    placer.placed(asked, ("10.0.0.1:8000", "10.0.0.2:8000"), b"/v1/completions", lambda: b"{}")
+    assert placer._waiting.get_nowait().address == "10.0.0.2:8000"

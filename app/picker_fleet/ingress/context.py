@@ -473,7 +473,8 @@ class Decision:
         if self._ask is not None and context.tokens is not None and self.request is not None:
             (ask, self._ask), target = (self._ask, None), self.target_model
             text = partial(ask.renamed, target) if ask.model not in ("", target) else lambda: ask.text
-            context.tokens.placed(self.request, placement.endpoints[0], self.path, text)
+            placed_on = placement.endpoints[0], *placement.prefillers[:1]
+            context.tokens.placed(self.request, placed_on, self.path, text)
         if context.lines.debug:
             context.lines.placed(self.request, placement.endpoints, self.mode, seconds)
 

@@ -121,17 +121,22 @@ class TokenPrefixes:
 
     # The methods below have the prompts that this replica places tokenized.
 
-    def placed(self, request: InferenceRequest, address: str, path: bytes, body: Callable[[], bytes]) -> None:
-        """Have the prompt of a request placed on `address` tokenized, if the prompt is new and few prompts
-        wait. `body` returns the request's body as the engine gets it. Returns at once."""
-        block_tokens, blocks = self._routes.index.followed(address), request.prefix
+    def placed(
+        self, request: InferenceRequest, endpoints: Iterable[str], path: bytes, body: Callable[[], bytes]
+    ) -> None:
+        """Have the prompt of a request tokenized by the first of `endpoints`, which decode and prefill it,
+        whose KV events are read, if the prompt is new and few prompts wait. `body` returns the request's body
+        as the engine gets it. Returns at once."""
+        able = (each for each in endpoints if self._routes.index.followed(each) and not self._is_paused(each))
+        address, blocks = next(able, ""), request.prefix
+        block_tokens = self._routes.index.followed(address)
         if block_tokens != self._block_tokens and block_tokens:
             self._block_tokens = block_tokens
             self._ends.clear()
         if not block_tokens or not blocks or blocks[-1] in self._ends or self._waiting.full():
             return
         is_apt = path.partition(b"?")[0].decode("latin-1").endswith(TOKENIZED)
-        if not is_apt or request.body_bytes > _MOST_BODY_BYTES or self._is_paused(address):
+        if not is_apt or request.body_bytes > _MOST_BODY_BYTES:
             return
         size = len(blocks) * BLOCK_BYTES + BLOCK_BYTES // 2
         if size >= MAX_PROMPT_BYTES:
