@@ -16,7 +16,7 @@ from picker_fleet import cli
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StartupError
 from picker_fleet.domain.known_fleet import KnownFleet
-from picker_fleet.domain.request import Endpoint
+from picker_fleet.domain.request import Endpoint, Placement
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.fleet import live_config
 from picker_fleet.ingress.intake import Intake, read_body
@@ -74,13 +74,13 @@ def settings_with(tree: dict[str, Any]) -> Any:
     return parse({"request_queue_controller": {"watermark_per_backend": 2}, **tree})
 
 
-def chooser_with(tree: dict[str, Any]) -> EndpointChooser:
-    """A chooser by the settings `tree` over A in rack 1, B and C in rack 2; extensions do not time out."""
+def chooser_with(tree: dict[str, Any], *endpoints: Endpoint) -> EndpointChooser:
+    """A chooser by the settings `tree` over `endpoints`, by default A in rack 1, B and C in rack 2;
+    extensions do not time out."""
     cell = SnapshotCell()
     racks = {A: "1", B: "2", C: "2"}
-    cell.publish(
-        Snapshot("1", tuple(Endpoint(address, labels={"rack": rack}) for address, rack in racks.items()))
-    )
+    listed = endpoints or tuple(Endpoint(each, labels={"rack": rack}) for each, rack in racks.items())
+    cell.publish(Snapshot("1", listed))
     tree.setdefault("scheduling", {})["extension_budget"] = "100ms"
     return chooser_of(cell, KnownFleet(settings_with(tree)))
 
@@ -416,3 +416,18 @@ def test_a_filter_cannot_change_the_list_of_endpoints(installed: Callable[..., N
     installed(scorers({"odd": "candidates.clear(); return []"}), {"odd": "EXTENSION_odd"}, "filters")
     chooser = chooser_with({"scheduling": {"filters": [{"name": "odd"}], "scorers": {"queue-depth": 1}}})
     assert set(candidates(chooser)) == {A, B, C}
+
+
+@pytest.mark.parametrize("scorers", [{}, {"in-flight": 1}])
+def test_an_installed_filter_finds_the_only_prefill_endpoint_and_encoder_of_a_large_pool(
+    installed: Callable[..., None], scorers: dict[str, float]
+) -> None:
+    addresses = [f"10.0.{n // 100}.{n % 100}:8000" for n in range(1000)]
+    installed(FILTER, {"by-model": "EXTENSION"}, "filters")
+    chooser = chooser_with(
+        {"scheduling": {"filters": [{"name": "by-model"}], "scorers": scorers, "stages": {"threshold": 0}}},
+        *(Endpoint(each, prefills=True, encodes=True) for each in addresses),
+    )
+    asked = ask(model=addresses[-1], can_split=True, body_bytes=4000, media=1)
+    assert chooser.choose(asked).prefill.partition("=")[0] == addresses[-1]
+    assert chooser.encoders(asked, Placement(("10.1.0.1:8000",), "")) == (addresses[-1],)

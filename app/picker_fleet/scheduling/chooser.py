@@ -224,7 +224,7 @@ class EndpointChooser:
         states = self._encode_states
         states.refresh()
         pick = self._pick(request)
-        able = apply_filters(pick, states.looked_at(request, ""), self._filters).eligible
+        able = apply_filters(pick, self._looked_at(states, request, pick), self._filters).eligible
         addresses = {each.address for each in able}
         if not addresses.isdisjoint((placement.endpoints[0], *placement.prefillers[:1])):
             return ()
@@ -300,7 +300,7 @@ class EndpointChooser:
         decoder = self._likely_decoder(pick, choice)
         if decoder is None:
             return choice
-        looked_at = states.looked_at(request, "")
+        looked_at = self._looked_at(states, request, pick)
         prefill = ANY_ENDPOINT
         if scheduler is not None:
             prefill, best = self._ranked_prefill(scheduler, pick, looked_at, choice, decoder)
@@ -353,6 +353,16 @@ class EndpointChooser:
             candidates = ",".join(f"{each.address}={each.base * scale:.4f}" for each in ranked)
             parts.append(f"{','.join(addresses)}>{candidates}" if len(alike) > 1 else candidates)
         return ";".join(parts), best
+
+    def _looked_at(
+        self, states: EndpointStates, request: InferenceRequest, pick: PickRequest
+    ) -> Sequence[EndpointState]:
+        """The endpoints of the stage prefill or encode that a pick looks at: all if filters from outside
+        keep none of a sample."""
+        found = states.looked_at(request, "")
+        if not states.samples or not self._extensions.filters:
+            return found
+        return found if apply_filters(pick, found, self._filters).eligible else states.everything()
 
     def _likely_decoder(self, pick: PickRequest, choice: Choice) -> EndpointState | None:
         """The endpoint that will probably serve the request of `choice`; None if no endpoint is ready."""
