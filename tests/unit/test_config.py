@@ -295,6 +295,8 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert selector.startswith(
         "scheduling.stages.prefill.selector: no label selector at 'tier in fast': write a=b, "
     )
+    threshold = fault({"scheduling": {"stages": {"threshold": "Auto"}}})
+    assert threshold == "scheduling.stages.threshold: must be auto or a whole number (got 'Auto')"
     same = fault({"scheduling": {"stages": {"header": "x-own", "encode": {"header": "X-Own"}}}})
     assert same == "scheduling.stages: header and encode.header are both x-own; use two names"
     trusted = fault(

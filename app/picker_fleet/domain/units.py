@@ -187,6 +187,12 @@ def _countable(value: float) -> float:
     return value
 
 
+def _auto_or_count(value: object) -> object:
+    if isinstance(value, str) and value != AUTO:
+        raise ValueError(f"must be {AUTO} or a whole number")
+    return None if value == AUTO else value
+
+
 Duration = Annotated[float, BeforeValidator(duration_s)]
 # None stands for `auto`, the spelling in the configuration and in its JSON.
 _from_auto = BeforeValidator(lambda value: None if value == AUTO else value)
@@ -205,7 +211,7 @@ LEAST_COST = 1e-3  # smallest cost that an estimator may give: scripts round a s
 # Strict types: `true` or "1" is refused where the number 1 is meant. A YAML value of the wrong type is
 # probably the user's mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
-AutoCount = Annotated[Count | None, _from_auto, _to_auto]
+AutoCount = Annotated[Count | None, BeforeValidator(_auto_or_count), _to_auto]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_name)]
