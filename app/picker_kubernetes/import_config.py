@@ -40,6 +40,7 @@ SCORERS: Mapping[str, str] = {
     "latency-scorer": "latency",
     "predicted-latency-scorer": "latency",
     "pd-slo-pair-optimizer": "slo-headroom",
+    "pd-slo-optimizer": "slo-headroom",
     "random-picker": "random",
 }
 # Plugin type -> those of its parameters that are imported or have a remark of their own.

@@ -231,10 +231,11 @@ def test_the_guide_of_llm_d_for_prefill_and_decode_is_imported_with_one_remark()
     assert result.remarks == [f"plugins: {remark}"]
 
 
-def test_the_llm_d_config_with_latency_objectives_for_prefill_and_decode_is_imported() -> None:
-    pair = {"type": "pd-slo-pair-optimizer", "parameters": {"ttftWeight": 0.8}}
+@pytest.mark.parametrize("scorer", ["pd-slo-pair-optimizer", "pd-slo-optimizer"])
+def test_the_llm_d_config_with_latency_objectives_for_prefill_and_decode_is_imported(scorer: str) -> None:
+    pair = {"type": scorer, "parameters": {"ttftWeight": 0.8}}
     kinds = ("prefill-header-handler", "prefill-filter", "decode-filter", "prefix-cache-scorer")
-    own = [("prefix-cache-scorer", 2), ("pd-slo-pair-optimizer", 3)]
+    own = [("prefix-cache-scorer", 2), (scorer, 3)]
     handler = {"type": "pd-slo-profile-handler", "parameters": {"hashBlockSize": 16}}
     result = staged(
         ["prefill-filter", *own], ["decode-filter", *own], pair, *({"type": kind} for kind in kinds),
@@ -244,7 +245,7 @@ def test_the_llm_d_config_with_latency_objectives_for_prefill_and_decode_is_impo
     assert scheduling.weights == scheduling.prefill_weights == {"prefix-affinity": 2, "slo-headroom": 3}
     assert scheduling.stages.threshold is None
     assert result.remarks == [
-        "plugins: parameters of pd-slo-pair-optimizer (ttftWeight) have no counterpart",
+        f"plugins: parameters of {scorer} (ttftWeight) have no counterpart",
         "plugins: parameters of pd-slo-profile-handler (hashBlockSize) have no counterpart",
     ]
 
