@@ -334,4 +334,5 @@ def test_the_explanation_of_a_refusal_names_each_excluded_endpoint_and_the_reaso
     labelled = (Endpoint("a", drained=True), Endpoint("b", labels={"gpu": "a10"}), Endpoint("c"))
     found = explained(pool(*labelled, subset=("a", "b"), selector={"gpu": "h100"}, candidates=""))
     assert (found.chosen, found.candidates) == ((), ())
+    assert found.rule == explained(ranking()).rule == "no endpoint could take the request"
     assert found.excluded == {"a": "draining", "b": "label gpu is not h100", "c": "not in the subset hint"}

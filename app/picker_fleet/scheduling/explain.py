@@ -4,7 +4,7 @@ The chooser keeps choices as it made them; an explanation is computed only on re
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -14,6 +14,7 @@ from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 ANY_ENDPOINT: Final = "*"
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last read; ties in turn"
+_REFUSED = "no endpoint could take the request"
 _BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), relative to the limits that the fleet finds, ties in turn; "
@@ -96,8 +97,10 @@ def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: st
     """Explain the choice of `chosen` on `basis`. `live`: the loads that the script compared, as
     `lua/place.lua` returns loads ('' for none)."""
     if isinstance(basis, LeastLoadedPick):
-        return _explain_by_load(request_id, basis, chosen, live)
-    return _explain_by_score(request_id, basis, chosen, live)
+        explained = _explain_by_load(request_id, basis, chosen, live)
+    else:
+        explained = _explain_by_score(request_id, basis, chosen, live)
+    return explained if chosen else replace(explained, rule=_REFUSED)
 
 
 def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
