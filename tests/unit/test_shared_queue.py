@@ -7,14 +7,17 @@ import admission_bench
 import pytest
 from admission_bench import E1, QUEUED
 from background import until
+from choosers import chooser_of, fleet_with
 from local_requests import ask
 from metrics_page import samples
+from scripted_store import answered
 from tables import cases
 
 from picker_fleet.admission import shared_queue
 from picker_fleet.domain import errors
 from picker_fleet.domain.bands import Band
-from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
+from picker_fleet.domain.request import Alive, Completion, Endpoint, Outcome, Placement
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.scheduling.answer_comparison import AnswerComparison
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Verdict
@@ -107,6 +110,22 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     }
     assert (bench.count(*WAITING), bench.waits) == (0, {"false": 1})
     assert bench.store.cancelled == []
+
+
+async def test_a_request_is_split_also_while_its_replica_knows_no_decode_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell, tries = SnapshotCell(), list[tuple[str, str]]()
+    cell.publish(Snapshot("1", (Endpoint(E1, prefills=True, decodes=False),)))
+    bench = Bench(chooser=chooser_of(cell, fleet_with("in-flight", stages={"threshold": 0})))
+
+    def admit(*call: Any) -> asyncio.Future[AnyVerdict]:
+        tries.append((call[2], call[4]))
+        return answered(parse_verdict("refused no-endpoints 1") if len(tries) == 1 else PLACED)
+
+    monkeypatch.setattr(bench.store, "admit", admit)
+    await bench.place(can_split=True, body_bytes=4000)
+    assert tries == [("", f"{E1}=0.0000"), ("*", f"{E1}=0.0000")], "the second try is among all endpoints"
 
 
 async def test_a_request_of_another_flow_cannot_take_the_id_of_a_granted_request(bench: Bench) -> None:

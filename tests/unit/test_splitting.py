@@ -123,6 +123,17 @@ def test_only_prompts_beyond_the_threshold_and_on_paths_that_can_be_split_get_pr
     assert staged.chooser.choose(staged.ask(subset=(A, D))).candidates == f"{A},{D}"
 
 
+@pytest.mark.parametrize("threshold", [100, "auto"])
+def test_a_request_is_split_also_if_it_waits_for_a_decode_endpoint(
+    monkeypatch: pytest.MonkeyPatch, threshold: object
+) -> None:
+    for scorers, prefill in ({}, "*"), ({"in_flight": 1.0}, f"{C}=0.0000"):
+        staged = Staged(monkeypatch, threshold, **scorers)
+        staged.cell.publish(Snapshot("2", (Endpoint(C, prefills=True, decodes=False),)))
+        assert staged.prefill(prompt_tokens=1001.0) == prefill
+        assert staged.prefill(prompt_tokens=100.0) == ""
+
+
 def test_no_request_is_split_while_no_prefill_endpoint_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     staged = Staged(monkeypatch)
     gone = (Endpoint(C, down=True, prefills=True, decodes=False), Endpoint(D, drained=True, prefills=True))

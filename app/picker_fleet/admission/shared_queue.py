@@ -303,7 +303,7 @@ class SharedQueue:
             choice = self._chooser.choose(request)
             verdict = await waiter.until(self._ask(waiter, choice, self._clock()))
             if self._is_worth_another(request, choice, verdict):
-                choice = self._chooser.unscored(request)
+                choice = self._chooser.unscored(request)._replace(prefill=choice.prefill, split=choice.split)
                 verdict = await waiter.until(self._ask(waiter, choice, self._clock()))
             if (answer := self._chosen(waiter, choice, verdict)) is not None:
                 return answer

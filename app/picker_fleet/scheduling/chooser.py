@@ -291,15 +291,14 @@ class EndpointChooser:
 
     def _with_prefill(self, request: InferenceRequest, choice: Choice, matches: Mapping[str, int]) -> Choice:
         """Decide whether to split `request`, whose decode endpoint will be one of `choice`; if so, add the
-        candidates for its prefill."""
+        candidates for its prefill. While no decode endpoint is known, a request may wait for one: its
+        predicted times are unknown."""
         self._forecasts.use()  # also to know when a prefill ends
         states, scheduler = self._prefill_states, self._prefill_scheduler
         self._states.refresh()
         states.refresh()
         pick = self._pick(request)._replace(prefix_blocks=len(request.prefix), prefix_matches=matches)
         decoder = self._likely_decoder(pick, choice)
-        if decoder is None:
-            return choice
         looked_at = self._looked_at(states, request, pick)
         prefill = ANY_ENDPOINT
         if scheduler is not None:
@@ -317,7 +316,7 @@ class EndpointChooser:
             on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
             cached = max(on_decoders, default=0)
         times = StageTimes()
-        if self._threshold is None:
+        if self._threshold is None and decoder is not None:
             times = self._forecasts.stage_times(
                 request, decoder, prefiller, self._states.state(prefiller.address), matches
             )
@@ -331,12 +330,12 @@ class EndpointChooser:
         pick: PickRequest,
         looked_at: Sequence[EndpointState],
         choice: Choice,
-        decoder: EndpointState,
+        decoder: EndpointState | None,
     ) -> tuple[str, Sequence[str]]:
         """The candidates for a prefill in the form that the script takes, and their addresses, best first, if
-        `decoder` decodes. If labels are preferred, each decode endpoint prefers prefill endpoints with its
-        own labels, since the KV cache goes from one to the other."""
-        decoders = [decoder]
+        `decoder` (None: unknown) decodes. If labels are preferred, each decode endpoint prefers prefill
+        endpoints with its own labels, since the KV cache goes from one to the other."""
+        decoders = [] if decoder is None else [decoder]
         if self._prefer and not isinstance(choice.basis, LeastLoadedPick):
             known = (self._states.state(each.address) for each in choice.basis.best)
             decoders = [each for each in known if each is not None]
@@ -347,7 +346,7 @@ class EndpointChooser:
         # The script gives the load in flight the same weight in both stages: scale the other scores.
         scale = (self.live_weight or 1.0) / scheduler.live_weight
         best, parts = list[str](), list[str]()
-        for own, addresses in alike.items():
+        for own, addresses in (alike or {(): []}).items():
             ranked = scheduler.rank(pick._replace(preferred=dict(own)), looked_at, limit=_MAX_SCORED).best
             best = best or [each.address for each in ranked]
             candidates = ",".join(f"{each.address}={each.base * scale:.4f}" for each in ranked)
