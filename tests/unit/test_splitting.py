@@ -169,6 +169,20 @@ def test_prefill_endpoints_are_scored_by_prefixes_and_never_candidates_of_whole_
     assert {each.split("=")[0] for each in longer.prefill.split(",")} == {C, D}
 
 
+def test_cached_prompts_do_not_count_if_decode_endpoints_are_not_scored_by_prefixes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staged = Staged(monkeypatch)
+    stages = {"threshold": 100, "prefill": {"scorers": {"prefix-affinity": 3}}}
+    staged.chooser.follow(EffectiveConfig(parse({"scheduling": {"stages": stages}}), {}))
+    asked = staged.ask(prefix=tuple(b"block-%02d" % number for number in range(15)))
+    staged.chooser.placed(asked, staged.chooser.choose(asked), (A,), "0", (D,))
+    again = staged.chooser.choose(asked)
+    assert again.candidates == "*", "B may decode it, too"
+    assert str(again.split) == "split: 1000 uncached tokens"
+    assert again.prefill.split("=")[0] == D
+
+
 @pytest.mark.parametrize(("zone", "near"), [("a", C), ("b", D), ("", "")])
 def test_a_prefill_endpoint_near_the_decode_endpoint_is_preferred(zone: str, near: str) -> None:
     cell = SnapshotCell()

@@ -192,7 +192,8 @@ class EndpointChooser:
         self._threshold = config.settings.scheduling.stages.threshold
         self._drawn_from = ()
         self.live_weight = self._scheduler.live_weight if self._scheduler is not None else 0.0
-        self._scores_prefixes = "prefix-affinity" in weights or "prefix-affinity" in prefill_weights
+        self._decodes_by_prefix = "prefix-affinity" in weights
+        self._scores_prefixes = self._decodes_by_prefix or "prefix-affinity" in prefill_weights
         self._scores_forecasts = SLO_HEADROOM in weights
         self._orders_by_deadline = config.settings.fair_request_queue.ordering == "edf"
         self._gives_tokens = "session-affinity" in weights
@@ -312,7 +313,7 @@ class EndpointChooser:
         if prefiller is None:
             return choice
         cached = 0
-        if self._scores_prefixes:  # without this scorer, cached prompts attract no requests
+        if self._decodes_by_prefix:  # else requests do not go where their prompts are cached
             on_decoders = (n for address, n in matches.items() if self._states.state(address) is not None)
             cached = max(on_decoders, default=0)
         times = StageTimes()
