@@ -51,6 +51,7 @@ BROKEN = Extension(version=1, make=make, parameters=Broken)
 def fail(parameters):
     raise OSError("no table of racks")
 FAILS = Extension(version=1, make=fail, parameters=NoParameters)
+FORGETS = Extension(version=1, make=lambda parameters: None, parameters=NoParameters)
 """
 )
 FILTER = (
@@ -205,11 +206,15 @@ def test_the_command_check_refuses_an_unusable_extension(
     assert cli.main(["check", str(file)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [("FAILS", "OSError: no table of racks"), ("FORGETS", "make returned NoneType, no function")],
+)
 def test_an_extension_whose_construction_fails_keeps_the_replica_from_starting(
-    installed: Callable[..., None],
+    installed: Callable[..., None], made: str, why: str
 ) -> None:
-    installed(PARAMETERS, {"racks": "FAILS"})
-    with pytest.raises(StartupError, match="the scorer racks did not start: OSError: no table of racks"):
+    installed(PARAMETERS, {"racks": made})
+    with pytest.raises(StartupError, match=f"the scorer racks did not start: {why}"):
         Extensions(settings_with(scheduling("racks")))
 
 

@@ -106,11 +106,15 @@ def made(group: str, name: str, parameters: Mapping[str, Any]) -> Any:
     """
     extension, own = _parsed(group, name, parameters)
     try:
-        return extension.make(own)
+        function = extension.make(own)
     except (Exception, SystemExit) as fault:
         raise ValueError(
             f"the {KINDS[group]} {name} did not start: {type(fault).__name__}: {fault}"
         ) from fault
+    if not callable(function):
+        found = type(function).__name__
+        raise ValueError(f"the {KINDS[group]} {name} did not start: make returned {found}, no function")
+    return function
 
 
 def _parsed(group: str, name: str, parameters: Mapping[str, Any]) -> tuple[Extension[Any, Any], BaseModel]:
