@@ -256,6 +256,14 @@ def test_without_metrics_pages_a_limit_follows_the_throughput() -> None:
     assert all(17 <= limit <= 36 for limit in pool.run(60)[-1].values())
 
 
+@pytest.mark.parametrize("others", [1, 3, 10])
+def test_the_limit_of_one_endpoint_without_a_page_follows_its_own_throughput(others: int) -> None:
+    with_pages = {f"10.0.1.{number}:8000": Engine(32) for number in range(others)}
+    pool = Pool({A: Engine(32, has_page=False), **with_pages})
+    pool.run(300)
+    assert all(20 <= limits[A] <= 66 for limits in pool.run(300))
+
+
 def test_without_metrics_pages_surges_of_load_raise_a_limit_only_with_the_throughput() -> None:
     pool = Pool({A: Engine(8, has_page=False), B: Engine(8, has_page=False)}, lasts_s=0.4)
     for surge in range(20):

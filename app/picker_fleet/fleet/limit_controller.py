@@ -48,8 +48,8 @@ _TRIAL_REQUESTS: Final = 40
 _LONGEST_TRIAL_S: Final = 20.0
 _UP: Final = 1.25
 _DOWN: Final = 0.8
-_WORTH_IT: Final = 0.4  # the rate must grow by this fraction of the limits' growth
-_AS_GOOD: Final = 0.97  # a lower limit must keep this fraction of the rate
+_WORTH_IT: Final = 0.4  # the endpoints' rate must grow by this fraction of the limits' growth
+_AS_GOOD: Final = 0.97  # with lower limits the endpoints must keep this fraction of their rate
 
 # Address, limit -> why the limit would make a latency objective be missed; '' if it would not.
 Misses = Callable[[str, int], str]
@@ -131,7 +131,8 @@ class _Trial:
     """A measurement of the rate of completions, for endpoints without pages.
 
     `factor` is the change of the limits on trial, 1.0 for none; `former` has the limits before the trial, and
-    `base` the rate under those limits (requests/s; 0: unknown).
+    `base` the rate under those limits (requests/s; 0: unknown). The endpoints on trial had the fraction
+    `share` of the pool's requests in flight, so the pool's rate shows only this fraction of a change.
     """
 
     began_s: float
@@ -139,13 +140,21 @@ class _Trial:
     factor: float = 1.0
     former: Mapping[str, int] = field(default_factory=dict)
     base: float = 0.0
+    share: float = 1.0
+
+    @property
+    def wanted(self) -> float:
+        """The least rate at which the limits on trial are kept."""
+        change = _WORTH_IT * (self.factor - 1) if self.factor > 1 else _AS_GOOD - 1
+        return self.base * (1 + change * self.share)
 
     def rate(self, now_s: float, completed: int, *, is_over: bool) -> float | None:
         """The rate since the trial began; None while too few requests have ended and the trial goes on."""
         if now_s <= self.began_s:  # the trial begins after a pause
             self.completed = completed
         lasted_s, ended = now_s - self.began_s, completed - self.completed
-        is_short = lasted_s < _TRIAL_S or (ended < _TRIAL_REQUESTS and lasted_s < _LONGEST_TRIAL_S)
+        is_few = ended * self.share < _TRIAL_REQUESTS
+        is_short = lasted_s < _TRIAL_S or (is_few and lasted_s < _LONGEST_TRIAL_S)
         return None if is_short and not is_over else ended / max(lasted_s, 1e-3)
 
 
@@ -184,11 +193,12 @@ class LimitController:
             or EndpointLimit(self._bounded(self._initial), "new endpoint", now_s)
             for address in observed
         }
-        self._measure_rate(now_s, completed, sum(seen.requests for seen in observed.values()))
+        requests = sum(seen.requests for seen in observed.values())
+        self._measure_rate(now_s, completed, requests)
         for address, seen in observed.items():
             self._look_at(address, seen, now_s, waiting=waiting)
         unseen = {address: each for address, each in observed.items() if not each.is_on_page}
-        self._try(unseen, now_s, completed, waiting=waiting)
+        self._try(unseen, now_s, completed, requests=requests, waiting=waiting)
 
     def limits(self) -> dict[str, int]:
         return {address: each.limit for address, each in self.endpoints.items()}
@@ -279,9 +289,13 @@ class LimitController:
         now_s: float,
         completed: int,
         *,
+        requests: int,
         waiting: bool,
     ) -> None:
-        """Move the limits of the endpoints `unseen`, which have no page, by the rate of completions."""
+        """Move the limits of the endpoints `unseen`, which have no page, by the rate of completions.
+
+        The pool has `requests` in flight.
+        """
         known = self.endpoints
         at_limit = {address for address, seen in unseen.items() if _is_reached(known[address], seen)}
         is_over = not waiting or not at_limit  # a load below the limits ends a trial, by the rate so far
@@ -291,8 +305,7 @@ class LimitController:
         rate = trial.rate(now_s, completed, is_over=is_over)
         if rate is None:
             return
-        wanted = trial.base * (1 + _WORTH_IT * (trial.factor - 1) if trial.factor > 1 else _AS_GOOD)
-        if trial.factor != 1.0 and rate < wanted:
+        if trial.factor != 1.0 and rate < trial.wanted:
             for address, limit in trial.former.items():
                 why = f"{rate:.1f} requests/s, {trial.base:.1f} before at {limit}"
                 self._move(known[address], self._bounded(limit), why, now_s)
@@ -314,7 +327,8 @@ class LimitController:
             moved = max(math.ceil(limit * factor), least) if factor > 1 else math.floor(limit * factor)
             why = f"no usable page: a trial, {rate:.1f} requests/s at {limit}"
             self._move(known[address], self._bounded(moved), why, now_s)
-        self._trial = _Trial(now_s, completed, factor, former, rate)
+        share = sum(unseen[address].requests for address in former) / max(requests, 1)
+        self._trial = _Trial(now_s, completed, factor, former, rate, share)
 
     def _bounded(self, limit: int) -> int:
         return max(self._least, min(limit, self._most))
