@@ -110,6 +110,14 @@ async def test_a_reached_limit_grows_without_waiting_requests_if_requests_never_
     assert await Leader(storing(8), config=config, queued=0).look() == limit
 
 
+async def test_limits_in_tokens_do_not_change_without_a_queue() -> None:
+    store = ScriptedStore()
+    store.found = {A: FoundLimit(4096, "test", 0, unit="tokens")}
+    leader = Leader(store, config={"request_queue_controller": {"unit": "tokens", "enabled": False}})
+    leader.waiting = 4096
+    assert [await leader.look() for _ in range(3)] == [4096] * 3
+
+
 async def test_the_leader_stores_that_an_engine_is_full_even_if_its_limit_cannot_fall() -> None:
     leader = Leader(storing(1))
     leader.waiting = 3

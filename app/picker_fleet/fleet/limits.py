@@ -71,8 +71,9 @@ class LimitKeeper:
                     for name, limit in {**pool.limits, **prefills}.items()
                 }
             return
-        if pool.paused or not snapshot.endpoints:
-            return
+        in_tokens = bounds.unit == "tokens"
+        if pool.paused or not snapshot.endpoints or (in_tokens and not bounds.enabled):
+            return  # without a queue the scripts count no tokens in flight
         configured = {
             "least": bounds.min_per_backend,
             "most": bounds.max_per_backend or MOST_LIMIT,
@@ -94,7 +95,7 @@ class LimitKeeper:
         never_wait = not bounds.enabled or settings.fair_request_queue.overload == "reject-noncritical"
         waiting = never_wait or pool.queued > 0 or pool.dispatched_total > self._dispatched
         self._dispatched = pool.dispatched_total
-        in_tokens, readings = bounds.unit == "tokens", self._readings.snapshot()
+        readings = self._readings.snapshot()
         observed = {
             _DECODE: {
                 address: Observation(
