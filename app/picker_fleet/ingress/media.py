@@ -30,7 +30,7 @@ _UNKNOWN_TOKENS, _UNKNOWN_BYTES_A_TOKEN = 1500, 1000
 
 _MOST_OBJECTS = 10_000  # a body with more JSON objects than this is not searched for media
 _MOST_HEADERS = 64
-_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
+_MARKS = (b"image", b"audio", b"video", b"base64", b'ata"')  # 'ata"' ends inlineData, inline_data, file_data
 _SHORT_BYTES = 4096
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
 _NOTHING = (b"null", b'""', b"{}")  # values that some clients write for a member without media
