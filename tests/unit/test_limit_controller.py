@@ -245,6 +245,15 @@ def test_every_limit_stays_within_the_configured_bounds() -> None:
     assert pool.run(1)[-1] == {A: 12}
 
 
+def test_a_limit_is_soon_back_after_a_configured_maximum_is_lifted() -> None:
+    pool = Pool({A: Engine(64)})
+    pool.run(20)
+    pool.controller.configure(least=1, most=4, initial=8)
+    assert pool.run(40)[-1] == {A: 4}
+    pool.controller.configure(least=1, most=1000, initial=8)
+    assert pool.run(6)[-1][A] >= 64
+
+
 def test_without_metrics_pages_a_limit_follows_the_throughput() -> None:
     pool = Pool({A: Engine(48, has_page=False), B: Engine(48, has_page=False)})
     pool.run(90)

@@ -5,7 +5,8 @@ has to find the number at which an engine's batch is full and no request waits b
 
 - A limit grows while requests wait in the fleet's queue, the endpoint is at its limit, and the engine starts
   its requests at once: first by doubling (slow start; Jacobson, "Congestion avoidance and control", 1988),
-  after the first signal of a full engine by small steps.
+  after the first signal of a full engine by small steps. Bounds of an operator may push the limit far below
+  the number at which the engine was full; then it doubles again.
 - A limit falls as soon as the engine queues requests that it does not start, or preempts many or refuses any.
   The number of running requests shows how many fit, so the limit falls at once to that number and a slack.
   After a fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV
@@ -260,7 +261,8 @@ class LimitController:
             limit = math.floor(min(known.limit, batch + slack) * _CUT)
             self._fall(known, limit, f"engine preempted {preempted:g} requests at {seen.load}", now_s)
         elif may_grow and seen.is_on_page and _is_reached(known, seen):
-            step = max(one, known.limit if known.grows_fast else known.limit // 16)
+            doubles = known.grows_fast or known.limit * 2 <= known.full_at
+            step = max(one, known.limit if doubles else known.limit // 16)
             why = f"requests wait, and the engine runs all {seen.load}"
             if self._misses(address, known.limit + step):
                 known.grows_fast = False
