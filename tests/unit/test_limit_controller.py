@@ -22,6 +22,7 @@ class Engine:
     has_page: bool = True
     passed_on: int = 10**9  # most requests that the API server passes on
     on_way: int = 0  # requests between the fleet and the engine
+    started_s: float = 0.0
 
     def running(self, in_flight: int) -> int:
         return min(in_flight * self.sequences, self.slots, self.passed_on, int(self.kv_tokens / self.tokens))
@@ -33,7 +34,7 @@ class Engine:
         running = self.running(in_flight)
         kv = min(running * self.tokens / self.kv_tokens, 1.0)
         passed_on = min(in_flight * self.sequences, self.passed_on)
-        return Page(read_s, passed_on - running, running, kv, self.preemptions)
+        return Page(read_s, passed_on - running, running, kv, self.preemptions, self.started_s)
 
 
 @dataclass
@@ -252,6 +253,13 @@ def test_a_limit_is_soon_back_after_a_configured_maximum_is_lifted() -> None:
     assert pool.run(40)[-1] == {A: 4}
     pool.controller.configure(least=1, most=1000, initial=8)
     assert pool.run(6)[-1][A] >= 64
+
+
+def test_an_engine_that_restarts_with_a_smaller_batch_gets_a_lower_limit_within_10_s() -> None:
+    pool = Pool({A: Engine(64, preemptions=1000.0)})
+    pool.run(30)
+    pool.engines[A] = Engine(8, started_s=30.0)
+    assert pool.run(10)[-1][A] <= 10
 
 
 def test_without_metrics_pages_a_limit_follows_the_throughput() -> None:

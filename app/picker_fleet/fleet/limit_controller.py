@@ -42,6 +42,7 @@ _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
 _SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
+_SAME_START_S: Final = 1.0  # times of one start differ by less
 _KEPT: Final = 8  # most pages since the last change of the limit whose figures are kept
 # Trials without pages: a trial lasts until enough requests have ended to compare rates, but not too long.
 _TRIAL_S: Final = 3.0
@@ -58,13 +59,15 @@ Misses = Callable[[str, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An endpoint's figures by its metrics page; None if the page lacks one. `read_s` is when it was read."""
+    """An endpoint's figures by its metrics page; None if the page lacks one. `read_s` is when it was read,
+    `started_s` when the engine started, by the engine's clock (0: unknown)."""
 
     read_s: float
     waiting: float
     running: float
     kv_utilisation: float | None = None
     preemptions: float | None = None
+    started_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class EndpointLimit:
     page_s: float = -math.inf  # time of the last page that was taken into account
     queued_pages: int = 0  # pages in a row that showed a queue in the engine
     preemptions: float | None = None
+    started_s: float = 0.0
     refusals: int | None = None
     on_way: float = 0.0  # most requests in flight, but not on a page, on recent pages
     pages: list[_Figures] = field(default_factory=list)  # since the last change, at most _KEPT
@@ -228,6 +232,8 @@ class LimitController:
             return
         since_s, known.page_s = page.read_s - known.page_s, page.read_s
         before, known.preemptions = known.preemptions, page.preemptions
+        if abs(page.started_s - known.started_s) > _SAME_START_S:  # another batch, and counters from 0
+            known.started_s, known.pages, before = page.started_s, [], None
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
         if page.read_s < known.changed_s + _SETTLED_S:
             return

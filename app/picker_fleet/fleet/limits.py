@@ -202,5 +202,11 @@ def _page(reading: Reading | None) -> Page | None:
     metrics = reading.metrics
     if metrics.waiting is None or metrics.running is None:
         return None
-    read_s = metrics.scraped_ms / 1000
-    return Page(read_s, metrics.waiting, metrics.running, metrics.kv_utilisation, metrics.preemptions)
+    return Page(
+        metrics.scraped_ms / 1000,
+        metrics.waiting,
+        metrics.running,
+        metrics.kv_utilisation,
+        metrics.preemptions,
+        metrics.started_s or 0.0,
+    )
