@@ -1,4 +1,4 @@
--- include: dispatch upkeep
+-- include: dispatch upkeep settings
 -- Set the settings and the endpoints of the pool, then dispatch. The first call creates the pool; the first call after
 -- a key was lost rebuilds the pool from the records of its requests (lib/upkeep.lua).
 --

@@ -1,4 +1,4 @@
--- include: dispatch
+-- include: dispatch settings
 -- Set the limits that the fleet has found for its endpoints, then dispatch queued requests.
 --
 -- Guarantees: a lower limit ends no running request; an endpoint above its limit gets no request until enough requests

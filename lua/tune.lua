@@ -1,4 +1,4 @@
--- include: dispatch
+-- include: dispatch settings
 -- Change settings while requests wait, for every replica at once, then dispatch queued requests.
 --
 -- Guarantees: all changes take effect together, or none.

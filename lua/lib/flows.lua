@@ -1,9 +1,9 @@
 -- include: endpoints order throttle quotas
 -- The queue, which lib/dispatch.lua serves, consists of bands; each band has flow queues ordered by start tag; each
 -- flow queue has requests in the order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow
--- queues. Also chooses preemption candidates, and applies new settings, which may change the order.
--- Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and timers from lib/registry.lua, `endpoints`,
--- `order`, `throttle`, `tenants` and `quotas`. Defines `preemption`, `queue` and `put_settings`.
+-- queues. Also chooses preemption candidates. Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and
+-- timers from lib/registry.lua, `endpoints`, `order`, `throttle`, `tenants` and `quotas`. Defines `preemption` and
+-- `queue`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of
@@ -641,78 +641,4 @@ do
       end
     end
   end
-end
-
--- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
--- all other endpoints); the limits of the stage prefill become `prefill_caps` and `default_prefill_cap`. A found limit
--- is at most the limit from discovery (`base.caps`); a pinned limit replaces it in each stage of its endpoint. Limits
--- in tokens become `token_caps` and `default_token_cap`; `caps` then has only discovery's limits, in requests.
-local function add_limits(base)
-  local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
-  local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
-  local in_tokens = base.unit == 'tokens'
-  -- Ignore limits in another unit, left by a rolling restart: a limit of 9000 tokens is no limit of 9000 requests.
-  local usable = decoded and type(found) == 'table' and (found.unit == 'tokens') == in_tokens
-  found = usable and found or {}
-  local default_cap = bounded(base.limit_initial)
-  local function limits(found_ones, published)
-    local caps = {}
-    for address, limit in pairs(found_ones) do
-      if type(limit) == 'number' then caps[address] = bounded(limit) end
-    end
-    for address, limit in pairs(not in_tokens and published or {}) do
-      caps[address] = math.min(limit, caps[address] or default_cap)
-    end
-    for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
-    return caps
-  end
-  local caps = limits(found, base.caps)
-  if not in_tokens then
-    local of_prefill = type(found.prefill) == 'table' and found.prefill or {}
-    base.prefill_caps, base.default_prefill_cap = limits(of_prefill, base.prefill_caps), default_cap
-  else
-    base.token_caps, base.default_token_cap, caps, default_cap = caps, default_cap, base.caps or {}, nil
-  end
-  base.caps, base.default_cap = caps, default_cap
-end
-
--- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
-local function put_settings(base, overrides)
-  local changed = false
-  for name, value in pairs(overrides) do base[name] = value end
-  if base.adaptive == 1 then add_limits(base) else base.adaptive = nil end
-  -- The settings that decide the order of queued requests.
-  for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
-    'wait_cap_ms', 'rate_cap'}) do
-    changed = changed or settings[name] ~= base[name]
-  end
-  local former, separator = settings.tenants, base.tenants and base.tenants.separator
-  base.tenancy = settings.tenancy
-  local switched = (former == nil) ~= (separator == nil)
-  if switched then base.tenancy = quotas.restart() end
-  local text = cjson.encode(base)
-  if pool.queued > 0 and (former and former.separator) ~= separator then
-    pool.note_lost('tenants') -- the next publish rebuilds the order from the records
-  end
-  if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
-  local counted = settings.token_caps
-  settings, settings_text = base, nil
-  tenants.use_separator()
-  bands.configure(settings)
-  -- If limits in tokens are switched on or off, count the tokens in flight from the records.
-  if (counted == nil) ~= (settings.token_caps == nil) then
-    for _, address in ipairs(endpoints.counted()) do endpoints.add_amount(address, 0, true) end
-    for _, id in ipairs(settings.token_caps and read('ZRANGE', key.inflight, 0, -1) or {}) do
-      local r = record.read(id)
-      if r and r.state == STATE_PLACED then endpoints.add_amount(endpoints.first(r.endpoints), r.taken) end
-    end
-  end
-  defer_write('HSET', key.pool, 'settings', text)
-  pool.touched = true
-  if changed and pool.queued > 0 then -- the sweep moves all waiting requests to their new positions, chunk by chunk
-    pool.refiling = 1
-    defer_write('HSET', key.pool, 'walk', '0')
-  end
-  log_change('tuned', text)
-  if switched and separator then quotas.count_running('0') end
 end

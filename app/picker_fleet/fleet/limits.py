@@ -106,7 +106,7 @@ class LimitKeeper:
                 )
                 for address in (each.address for each in snapshot.decoders)
             },
-            # If limits are in tokens, the stage prefill has none (lua/lib/flows.lua).
+            # If limits are in tokens, the stage prefill has none (lua/lib/settings.lua).
             PREFILL: {
                 address: Observation(pool.prefill_in_flight.get(address, 0), _page(readings.get(address)))
                 for address in (each.address for each in snapshot.prefillers if not in_tokens)
