@@ -285,6 +285,16 @@ ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
         ],
         (900, 9),
     ),
+    "comments and a damaged event, streamed": (
+        EVENTS,
+        [
+            b': 6" {\n\ndata: {"choices": [{"text": "cut\r\n\r\n',
+            b'data: {"error": {\n\n',
+            {"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}},
+            b'data: {"usage": "\n\ndata: [DONE]\n\n',
+        ],
+        (7, 9),
+    ),
     "Ollama": (JSON, [{"done": True, "prompt_eval_count": 7, "eval_count": 9}], (7, 9)),
     "TGI, streamed": (
         EVENTS,
@@ -302,10 +312,12 @@ def all_have_ended(page: str) -> bool:
 
 
 def written(kind: str, documents: list[object]) -> bytes:
-    """The body of an answer of content type `kind` that contains these JSON documents."""
+    """The body of an answer of content type `kind` with these JSON documents, or bytes of a stream."""
     if kind == JSON:
         return json.dumps(documents[0]).encode()
-    return b"".join(b"data: %s\n\n" % json.dumps(each).encode() for each in documents)
+    return b"".join(
+        each if isinstance(each, bytes) else b"data: %s\n\n" % json.dumps(each).encode() for each in documents
+    )
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ local LONGEST = 512 -- maximum bytes of a key with its value
 local byte, find, sub = string.byte, string.find, string.sub
 local QUOTE, BACKSLASH, COLON = byte('"'), byte("\\"), byte(":")
 local OPEN, CLOSE, OPEN_LIST, CLOSE_LIST = byte("{"), byte("}"), byte("["), byte("]")
+local LINE_FEED, RETURN = byte("\n"), byte("\r")
 
 -- Returns the position of the first byte from `at` on that is not white space, and this byte; nil at the text's end.
 local function skip_blanks(text, at)
@@ -66,10 +67,14 @@ end
 -- each object, calls `keep` with the keys found in it. `depth` objects and lists are open; the outermost `known` of
 -- them are objects with keys to read (`nodes`).
 local function read(answer, text, keep)
+  text = answer.cut .. text
   -- Most bytes are read only to find where something ends: keep the state in local variables, for speed.
   local at, size = 1, #text
   local depth, known, in_string, is_escaped = answer.depth, answer.known, answer.in_string, answer.is_escaped
   answer.cut = ""
+  if depth == 0 and not in_string then -- skip the event's name and `data:` at once
+    at = find(text, '["{%[]') or size + 1
+  end
   while at <= size do
     local char = byte(text, at)
     if in_string then
@@ -115,6 +120,28 @@ local function read(answer, text, keep)
   answer.depth, answer.known, answer.in_string, answer.is_escaped = depth, known, in_string, is_escaped
 end
 
+-- Reads the next part of a stream of events, as `read` does. An event's blank line, which no JSON string can contain,
+-- also ends the event's JSON, so that a damaged event, or a comment with a quote or a bracket, hides no other event.
+local function read_events(answer, text, keep)
+  local at, stop = 1, answer.line_ended and 0 or find(text, "\n", 1, true)
+  while stop do
+    local next = byte(text, stop + 1)
+    stop = stop + 1
+    if next == LINE_FEED or next == RETURN then
+      read(answer, sub(text, at, stop), keep)
+      if answer.depth > 0 or answer.in_string then
+        answer.depth, answer.known, answer.in_string, answer.is_escaped, answer.cut = 0, 0, false, false, ""
+      end
+      at = stop + 1
+    end
+    stop = find(text, "\n", stop, true)
+  end
+  answer.line_ended = byte(text, -1) == LINE_FEED
+  if at <= #text then
+    read(answer, sub(text, at), keep)
+  end
+end
+
 function envoy_on_response(handle)
   local headers = handle:headers()
   local kind = string.match((headers:get("content-type") or ""):lower(), "^%s*([^;%s]*)")
@@ -130,9 +157,10 @@ function envoy_on_response(handle)
     end
   end
   local answer = { nodes = { keys }, depth = 0, known = 0, cut = "", found = {} }
+  local read_part = keys == EVENTS and read_events or read
   for chunk in handle:bodyChunks() do
     if chunk:length() > 0 then
-      read(answer, answer.cut .. chunk:getBytes(0, chunk:length()), keep)
+      read_part(answer, chunk:getBytes(0, chunk:length()), keep)
     end
   end
 end
