@@ -268,6 +268,7 @@ ECHOED = {"instructions": '": 1, "usage": {"input_tokens": 1}} \\', "tools": [IN
 RESPONSE = {**ECHOED, "id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 9}}
 ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
+    "not encoded": (JSON, [{"usage": {"prompt_tokens": 7, "completion_tokens": 9}}], (7, 9)),
     "embeddings": (JSON, [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
     "rerank": (JSON, [{"results": [], "usage": {"total_tokens": 7}}], (7, 0)),
     "Responses": (JSON, [RESPONSE], (7, 9)),
@@ -327,10 +328,12 @@ def answering(behind: Behind) -> Iterator[Callable[[str], bytes]]:
     def answer(name: str) -> bytes:
         kind, documents, _ = ANSWERS[name]
         behind.server.answer, behind.server.kind = written(kind, documents), kind
+        behind.server.headers = "content-encoding: identity\r\n" if name == "not encoded" else ""
         return behind.server.answer
 
     yield answer
     behind.server.answer, behind.server.kind, behind.server.piece = COMPLETION, JSON, 0
+    behind.server.headers = ""
 
 
 async def test_the_tokens_of_each_apis_answer_are_counted(

@@ -146,7 +146,8 @@ function envoy_on_response(handle)
   local headers = handle:headers()
   local kind = string.match((headers:get("content-type") or ""):lower(), "^%s*([^;%s]*)")
   local keys = ({ ["text/event-stream"] = EVENTS, ["application/json"] = ANSWER })[kind]
-  if not keys or headers:get("content-encoding") then
+  local encoding = (headers:get("content-encoding") or ""):lower()
+  if not keys or encoding ~= "" and encoding ~= "identity" then
     return
   end
   local function keep(found)

@@ -28,6 +28,7 @@ _RETRY_AFTER = "retry-after"
 _CONTENT_TYPE = "content-type"
 _WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 
+_UNCOMPRESSED = (b"", b"identity")
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 16_384  # keep this many bytes of the end of a streamed answer
 _WHOLE_BYTES = 65_536  # keep this many bytes of the end of an answer in plain JSON
@@ -511,7 +512,7 @@ class Response:
             named = namespace in message.metadata_context.filter_metadata
             missing = "destination endpoint served metadata" if named else "envoy lb metadata"
             added[codec.TEST_SERVED] = self._served or f"fail: missing {missing}"
-        if _ENCODING in found:
+        if _ENCODING in found and found[_ENCODING].strip().lower() not in _UNCOMPRESSED:
             self._rename = None  # the picker cannot find model names in compressed text
             self._usage.encoded(found[_ENCODING])
         if headers.end_of_stream:
