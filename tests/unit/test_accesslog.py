@@ -188,6 +188,7 @@ OUTCOMES = [
     ("downstream_connection_termination", 0, Outcome.CLIENT_GONE),
     ("downstream_connection_termination", 200, Outcome.CLIENT_GONE),
     ("downstream_remote_reset", 200, Outcome.CLIENT_GONE),
+    ("downstream_protocol_error", 200, Outcome.CLIENT_GONE),
     ("upstream_connection_failure", 503, Outcome.UPSTREAM_FAILED),
     ("upstream_remote_reset", 200, Outcome.UPSTREAM_FAILED),
     ("delay_injected", 200, Outcome.COMPLETED),
@@ -254,6 +255,11 @@ def is_stream(message: Any) -> None:
     message.response.response_headers["content-type"] = "text/event-stream; charset=utf-8"
 
 
+def is_overdue(message: Any) -> None:
+    """Let the entry report that Envoy ended the request at its longest duration."""
+    message.response.response_code_details = "max_duration_timeout"
+
+
 WHOLE = 300  # bytes
 FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
     "a good answer": (200, WHOLE, "", None, ""),
@@ -267,6 +273,8 @@ FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
     "an empty stream": (200, 14, "", is_stream, "empty"),
     "a reset": (200, WHOLE, "upstream_remote_reset", None, "reset"),
     "a client that left": (200, WHOLE, "downstream_connection_termination", None, ""),
+    "an answer that Envoy cut off": (200, 0, "", is_overdue, ""),
+    "no answer in the time that Envoy allows": (504, 0, "", is_overdue, "504"),
     "an error in the answer": (200, WHOLE, "", with_error(), "error in 200"),
     "an error of the client in the answer": (200, WHOLE, "", with_error(400), ""),
     "a client's fault, explained without a code": (400, WHOLE, "", with_error(), ""),
@@ -286,7 +294,9 @@ def test_the_end_of_a_request_shows_whether_its_endpoint_failed(
         tells(message)
     completion = ended(message)
     assert completion.fault == fault
-    assert completion.answered == (not fault and status in (200, 204) and not flag)
+    assert completion.answered == (
+        not fault and status in (200, 204) and not flag and tells is not is_overdue
+    )
 
 
 ATTEMPTS = {

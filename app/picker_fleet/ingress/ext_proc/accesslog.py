@@ -48,7 +48,11 @@ TTFT_TAG: Final = "picker.ttft"
 TTFT_FORMAT: Final = "%COMMON_DURATION(US_TX_BEG:US_RX_BODY_BEG:us)%"
 _MOST_DIGITS = 12
 
-_CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+_CLIENT_FLAGS = frozenset(
+    {"downstream_connection_termination", "downstream_remote_reset", "downstream_protocol_error"}
+)
+# Envoy's response code details of an answer cut off at its `max_stream_duration`; no flag shows it.
+_CUT_OFF = "max_duration_timeout"
 _UPSTREAM_FLAGS = frozenset(
     {
         "failed_local_healthcheck",
@@ -262,6 +266,8 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     outcome, fault = _outcome(flags, status), ""
     has_usage = prompt_tokens is not None or completion_tokens is not None
     is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
+    if not is_well and outcome is Outcome.COMPLETED and entry.response.response_code_details == _CUT_OFF:
+        outcome = Outcome.CLIENT_GONE
     body_bytes, content_type = entry.response.response_body_bytes, ""
     if not (is_well and completion_tokens):  # skips the comparison of content types for most answers
         content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
