@@ -86,6 +86,8 @@ def test_the_tokens_of_a_plain_answer_are_read_in_each_api(
 
 STREAMS: dict[str, tuple[bytes, Counts]] = {
     "OpenAI": (events(*[{"usage": None}] * 99, OPENAI) + b"data: [DONE]\n\n", (7, 9)),
+    "an event of several lines": (
+        b"data: %b\r\n\r\n" % json.dumps(OPENAI, indent=1).encode().replace(b"\n", b"\r\ndata: "), (7, 9)),
     "Responses": (events({"response": {"output": LONG, "usage": TOKENS}}), (7, 9)),
     "Anthropic": (events(FIRST, *[TEXT] * 5, DELTA), (900, 50)),
     "Anthropic, long": (events(FIRST, *[TEXT] * 500, DELTA), (900, 50)),

@@ -299,7 +299,8 @@ def _last_in(text: bytes) -> Counts:
                 if counts is None:
                     unreadable = start
             if start == unreadable:
-                counts = _of_place(text[at : at + _USAGE_BYTES])
+                # A line feed is never part of a JSON string, so one before `data:` continues an event.
+                counts = _of_place(text[at : at + _USAGE_BYTES].replace(b"\ndata:", b"\n"))
             else:
                 at = start
             found = _most(found, counts or _UNKNOWN)
