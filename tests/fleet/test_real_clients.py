@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import zstandard
 from crowd import http_client
-from edge_envoy import edge
+from edge_envoy import edge, http_manager
 from fleet_load import at_rest, counts, fresh, total
 from http2_client import upload
 from model_servers import COMPLETION, Ends, Received, http_answer, listening, static
@@ -238,6 +238,35 @@ async def test_envoy_answers_a_browsers_cors_preflight(behind: Behind, tmp_path:
             assert "authorization" in answer.headers["access-control-allow-headers"]
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
+        await at_rest(behind.fleet)  # this Envoy must report the request's end before it stops
+
+
+LUA = """function envoy_on_request(handle)
+  handle:headers():remove("content-encoding")
+  handle:body():setBytes('{"model": "llama", "prompt": "a longer prompt"}')
+end"""
+_EXTENSIONS = "type.googleapis.com/envoy.extensions"
+GZIP = {"@type": f"{_EXTENSIONS}.compression.gzip.decompressor.v3.Gzip"}
+CHANGES: dict[str, dict[str, Any]] = {  # Envoy's filters that change a request's body
+    "decompressor.v3.Decompressor": {"decompressorLibrary": {"name": "gzip", "typedConfig": GZIP}},
+    "lua.v3.Lua": {"defaultSourceCode": {"inlineString": LUA}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_a_body_that_a_filter_of_envoy_has_changed_reaches_its_server_whole(
+    behind: Behind, tmp_path: Path, name: str
+) -> None:
+    def change(tree: Any) -> None:
+        config = {"@type": f"{_EXTENSIONS}.filters.http.{name}", **CHANGES[name]}
+        http_manager(tree)["httpFilters"].insert(0, {"name": "change", "typedConfig": config})
+
+    with edge(behind.fleet, tmp_path, mode=behind.mode, edit=change) as envoy:
+        async with http_client(envoy.url) as client:
+            headers = {"content-type": JSON, "content-encoding": "gzip"}
+            answer = await client.post("/v1/completions", content=gzip.compress(ASK), headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert json.loads(behind.server.last.body)["model"] == "llama"
         await at_rest(behind.fleet)  # this Envoy must report the request's end before it stops
 
 

@@ -174,7 +174,7 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
     },
     "lean": {
         **seen(DUPLEX, "SKIP", None),
-        "names of filters": ["lua", "ext_proc", "router"],
+        "names of filters": ["lua", "header_mutation", "ext_proc", "router"],
         # Entries about an answer and about the end of its request share a stream, so they stay in order.
         f"{ATTEMPTS}.1.typedConfig.commonConfig": at(
             parts(built("lean")), "manager.accessLog.0.typedConfig.commonConfig"

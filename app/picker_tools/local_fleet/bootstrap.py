@@ -422,6 +422,8 @@ class _Manager:
                 f"%DYNAMIC_METADATA({EXT_AUTHZ}:{name})%" for name in (ID_HEADER, TOKEN_HEADER)
             )
         marked = _part("marked_answers", placed=id_and_token)
+        if self.mode == "lean":
+            filters.append(_part("content_length"))
         return [*filters, self._asking(pool), _part("router", attempts=attempts, marked_answers=marked)]
 
     def _asking(self, pool: str | None) -> Tree:
