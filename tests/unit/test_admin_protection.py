@@ -14,6 +14,7 @@ from background import until
 from clocks import Clock
 from fastapi import FastAPI
 from metrics_page import page_of
+from starlette import requests
 from tls_files import Pair, authority, signed
 
 from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
@@ -136,6 +137,26 @@ async def test_a_connection_is_closed_after_a_request_with_large_headers_or_fram
     async with port(ConnectionLimits(request_s=600)) as here:
         for name, data in LARGE.items():
             assert (await here.answer(data)).count(b"HTTP/1.1 200") <= 2000, name
+
+
+GREEDY = {
+    "empty headers": b"GET /api/v1/endpoints HTTP/1.1\r\nhost: localhost\r\n" + b"a:\r\n" * 3000 + b"\r\n",
+    "an encoded path": b"GET /" + b"%41" * 20_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "query fields": b"GET /api/v1/endpoints?" + b"a&" * 32 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+}
+
+
+async def test_a_request_of_many_tiny_parts_is_refused() -> None:
+    async with port(ConnectionLimits(request_s=0.5)) as here:
+        for name, data in GREEDY.items():
+            assert (await here.answer(data)).startswith(b"HTTP/1.1 400"), name
+
+
+async def test_cookies_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "cookie_parser", lambda text: pytest.fail(text))
+    async with port() as here:
+        ask = b"GET /api/v1/endpoints HTTP/1.1\r\nhost: localhost\r\ncookie: a=b\r\n\r\n"
+        assert (await here.answer(ask)).startswith(b"HTTP/1.1 200")
 
 
 OWN_NAMES = [

@@ -32,7 +32,8 @@ class ConnectionLimits:
     connections: int = 256  # maximum open connections; one address may have half of them
     request_s: float = 15.0  # longest time from the start or the last answer until a request is complete
     stalled_s: float = 15.0  # longest time that a client may leave an answer unread
-    overhead_bytes: int = 64 * 1024  # largest size of a request without its body
+    overhead_bytes: int = 16 * 1024  # largest size of a request without its body
+    headers: int = 128  # maximum headers of a request: a short header takes as long as a long one
     pipelined: int = 8  # maximum requests on one connection that wait for an earlier answer
 
 
@@ -47,7 +48,7 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._waits_since_s = self.loop.time()
         self._stalled_since_s: float | None = None
-        self._overhead_bytes = 0
+        self._overhead_bytes = self._head_bytes = self._headers = 0
 
     @property
     def _waits_for_client(self) -> bool:
@@ -96,8 +97,22 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("The request's head is too large.")
 
     def on_message_begin(self) -> None:
-        self._overhead_bytes = 0
+        self._overhead_bytes = self._head_bytes = self._headers = 0
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        self._count_head(name + value)
+        super().on_header(name, value)
+
+    def _count_head(self, text: bytes) -> None:
+        self._head_bytes += len(text)
+        if self._headers > self._limits.headers or self._head_bytes > self._limits.overhead_bytes:
+            raise ValueError("the head is too large")  # makes uvicorn answer 400 and close the connection
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
