@@ -244,6 +244,25 @@ async def test_a_request_that_names_too_many_clusters_is_refused() -> None:
     assert "at most 16 clusters" in str(caught.value.details())
 
 
+async def test_endpoints_are_described_once_however_often_and_by_whom_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described: list[str] = []
+    describe = eds._describe
+    monkeypatch.setattr(
+        eds, "_describe", lambda message, each: described.append(each.address) or describe(message, each)
+    )
+    cell = filled("10.0.0.1:8000", "10.0.0.2:8000")
+    async with serving(cell) as channel:
+        for call in [await subscribe(channel, *("pool",) * 16) for _ in range(3)]:
+            for others in ([], ["other"], []):
+                response = await call.read()
+                assert list(read(response)) == ["pool", *others]
+                assert len(response.resources) == 1 + len(others)
+                await call.write(asking("pool", *([] if others else ["other"]), after=response))
+    assert described == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
 async def test_a_stream_gets_status_ok_after_the_client_ends_the_stream() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()

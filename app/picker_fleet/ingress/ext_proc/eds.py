@@ -7,12 +7,13 @@ UNIMPLEMENTED. The replica's gRPC server runs this service.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
+from google.protobuf import any_pb2  # type: ignore[import-untyped, unused-ignore]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.domain.request import Endpoint
@@ -34,8 +35,22 @@ _log = logging.getLogger(__name__)
 def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
     """The handlers of the endpoint discovery service over `cell`, by path."""
 
+    made: dict[str, Any] = {}  # the resource of cluster `pool`, by the version of its endpoints
+
+    def resource(name: str, snapshot: Snapshot) -> Any:
+        """The packed assignment of cluster `name`. With 1000 endpoints it takes 5 ms to make: all streams
+        share it."""
+        if name != CLUSTER or snapshot.version not in made:
+            packed = any_pb2.Any()
+            packed.Pack(assignment(name, snapshot))
+            if name != CLUSTER:
+                return packed
+            made.clear()
+            made[snapshot.version] = packed
+        return made[snapshot.version]
+
     async def follow(stream: Stream) -> None:
-        await _Subscription(cell, stream).run()
+        await _Subscription(cell, stream, resource).run()
 
     return {STREAM: Streaming(follow)}
 
@@ -77,9 +92,8 @@ def _request(data: bytes) -> Any:
 class _Subscription:
     """The stream of one Envoy: the names to which Envoy subscribes, and the last version sent."""
 
-    def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
-        self._cell = cell
-        self._stream = stream
+    def __init__(self, cell: SnapshotCell, stream: Stream, resource: Callable[[str, Snapshot], Any]) -> None:
+        self._cell, self._stream, self._resource = cell, stream, resource
         self._names: tuple[str, ...] | None = None  # Envoy's cluster names; None before the first request
         self._nonce = 0
         self._sent_version = ""
@@ -124,7 +138,7 @@ class _Subscription:
             )
         if len(request.resource_names) > _MOST_NAMES:
             raise RpcError(Status.INVALID_ARGUMENT, f"a request names at most {_MOST_NAMES} clusters")
-        names = tuple(request.resource_names) or (CLUSTER,)
+        names = tuple(dict.fromkeys(request.resource_names)) or (CLUSTER,)
         if CLUSTER in names and not request.HasField("error_detail"):
             self._cell.acknowledge(self, self._sent_version if request.response_nonce else "")
         asked, self._names = self._names, names
@@ -137,9 +151,10 @@ class _Subscription:
         self._nonce += 1
         self._sent_version = snapshot.version
         response = discovery_pb2.DiscoveryResponse(
-            version_info=snapshot.version, type_url=TYPE_URL, nonce=str(self._nonce)
+            version_info=snapshot.version,
+            type_url=TYPE_URL,
+            nonce=str(self._nonce),
+            resources=(self._resource(name, snapshot) for name in self._names),
         )
-        for name in self._names:
-            response.resources.add().Pack(assignment(name, snapshot))
         async with asyncio.timeout(_WRITE_S):
             await self._stream.write(response.SerializeToString())
