@@ -852,6 +852,28 @@ async def test_a_flood_on_a_new_connection_waits_while_connections_answered_befo
         assert 0 < server.transport.peers.count < 100
 
 
+async def test_each_header_of_a_request_counts_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, decoded = http2.HeaderReader.read, [0]
+
+    def counted(reader: Any, block: bytes) -> Any:
+        decoded[0] += block == small
+        return read(reader, block)
+
+    monkeypatch.setattr(http2.HeaderReader, "read", counted)
+    small = (
+        b"\x40\x01a\x01b" + b"\xbe" * 300
+    )  # a header that joins the dynamic table, and 300 references to it
+    limits = Limits(strangers_work=1)
+    async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as stranger:
+        await gateway.send(gateway.request(1))
+        assert await gateway.data(1) == ASK
+        await stranger.send(*(frame(HEADERS, END_HEADERS, stream, small) for stream in range(1, 101, 2)))
+        for stream in range(3, 103, 2):
+            await gateway.send(gateway.request(stream))
+            assert await gateway.data(stream) == ASK
+    assert 1 <= decoded[0] <= 2
+
+
 async def test_a_connection_never_answered_is_closed_if_too_much_of_its_data_waits_unread() -> None:
     limits = Limits(strangers_work=1, unread_bytes=64 * 1024)
     async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as first:

@@ -6,7 +6,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import hpack
 
-LIST_BYTES: Final = 64 * 1024  # maximum bytes of one request's decoded headers
+LIST_BYTES: Final = 16 * 1024  # maximum bytes of one request's decoded headers; each counts 32 bytes more
 _CACHED_BLOCKS: Final = 256  # maximum header blocks in the cache; an Envoy sends few different blocks
 _CACHED_BYTES: Final = 1024  # maximum bytes of a header block in the cache
 
@@ -40,6 +40,7 @@ class HeaderReader(Generic[_Found]):
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], _Found], malformed: _Found) -> None:
         self.known: dict[bytes, _Found] = {}  # cached results, by header block
+        self.decoded = 0  # number of header fields of the block that was read last
         self._find, self._malformed = find, malformed
         self._decoder = hpack.Decoder(max_header_list_size=LIST_BYTES)
 
@@ -53,7 +54,8 @@ class HeaderReader(Generic[_Found]):
             raise ValueError("a header block resizes the HPACK table too often")
         size, count, newest = self._table()
         try:
-            fields = _fields(self._decoder.decode(block, raw=True))
+            headers = list(self._decoder.decode(block, raw=True))
+            self.decoded, fields = len(headers), _fields(headers)
         except Exception as fault:  # the decoder may raise any exception for a damaged header block
             raise ValueError("a header block cannot be decoded") from fault
         found = self._malformed if fields is None else self._find(fields)

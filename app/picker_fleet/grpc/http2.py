@@ -5,7 +5,7 @@ in a task of its own. The event loop's thread parses and writes frames, so a res
 handler in the same step of the event loop, and no message is copied between threads.
 
 Input is untrusted. Malformed input ends its stream by a reset, or its connection by a GOAWAY frame. Memory is
-bounded: a connection keeps one frame and 32 KiB of headers; `Limits` bounds the number of connections and the
+bounded: a connection keeps one frame and 16 KiB of headers; `Limits` bounds the number of connections and the
 data that waits for their turns; and each stream charges data that its handler has not read to a byte budget.
 A stream's window reopens only after its handler has read every complete message.
 
@@ -28,7 +28,7 @@ from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Pe
 from picker_fleet.grpc.turns import Line
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
-_BLOCK_BYTES: Final = 32 * 1024  # maximum bytes of one request's encoded headers
+_BLOCK_BYTES: Final = 16 * 1024  # maximum bytes of one request's encoded headers
 _ENDED_IDS: Final = 4096  # how many ids of streams that this side ended first are remembered
 _FLUSH_BYTES: Final = 64 * 1024
 _CLOSE_S: Final = 5.0  # seconds for sending the last bytes of a connection that closes
@@ -42,7 +42,7 @@ _PER_S: Final = 50  # each second of a connection's age allows this many frames 
 _STREAM_WORK: Final = 3  # units of work that a new stream takes
 _START_WORK: Final = 16  # units for starting a handler and for the handler's own work
 _RESET_WORK: Final = 10  # units of work for cancelling a handler
-_DECODE_WORK: Final = 32  # for decoding uncached headers, plus one for each `_DECODE_BYTES` encoded bytes
+_DECODE_WORK: Final = 32  # for decoding uncached headers, plus one for each `_DECODE_BYTES` bytes and field
 _DECODE_BYTES: Final = 16
 # Payload bytes of the frame types that have only one size.
 _SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
@@ -480,9 +480,11 @@ class Connection(asyncio.Protocol):
         if resizes_table(block):
             self._count_idle(_RESIZE_COST)
         try:
-            return self._headers.read(block)
+            found = self._headers.read(block)
         except ValueError as fault:
             raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
+        self.work_left -= self._headers.decoded  # a field may have one byte
+        return found
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:
         """Answer a request by the header block `block`, or by a reset if `block` is empty; open no stream."""
