@@ -121,9 +121,10 @@ def test_only_wanted_headers_are_read_whatever_their_case() -> None:
 
 def test_envoys_metadata_is_read_as_plain_values() -> None:
     fields = {"text": "a", "number": 2, "yes": True, "list": ["a", 1], "nothing": None, "deep": {"a": 1}}
-    message = headers("lean", metadata={"some": fields})
-    read = {key: codec.read_metadata(message, "some", key) for key in fields}
-    assert read == {**fields, "nothing": "", "deep": ""}
+    more = {"lists": [[1], "a"], "long": [1] * 10_000}
+    message = headers("lean", metadata={"some": fields | more})
+    read = {key: codec.read_metadata(message, "some", key) for key in fields | more}
+    assert read == {**fields, "nothing": "", "deep": "", "lists": ["", "a"], "long": [1] * 4096}
     assert codec.read_metadata(message, "some", "other") is None
     assert codec.read_metadata(message, "other", "text") is None
     assert codec.read_metadata(ProcessingRequest(), "some", "text") is None

@@ -259,14 +259,20 @@ async def test_a_stream_that_ends_before_its_body_ends_is_not_admitted(fleet: Re
     assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
 
-@pytest.mark.parametrize("part", ["headers", "metadata", "more than the body"])
-async def test_a_message_with_more_than_256_kib_besides_its_body_ends_its_stream(
+@pytest.mark.parametrize("part", ["headers", "metadata", "more than the body", "empty headers", "attributes"])
+async def test_a_message_with_too_many_bytes_or_parts_besides_its_body_ends_its_stream(
     fleet: Replica, part: str
 ) -> None:
     large = headers("lean") if part != "more than the body" else body(bytes(300_000))
     if part == "headers":
         for _ in range(30_000):
             large.request_headers.headers.headers.add(key="x-a", raw_value=b"1")
+    elif part == "empty headers":
+        for _ in range(10_000):
+            large.request_headers.headers.headers.add()
+    elif part == "attributes":
+        for number in range(4000):
+            large.attributes[str(number)].Clear()
     else:
         large.metadata_context.filter_metadata["a"].fields["b"].string_value = "x" * 300_000
     call = await fleet.begin(headers("lean"), large)

@@ -807,6 +807,37 @@ async def test_each_step_of_the_event_loop_handles_a_limited_number_of_tiny_mess
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 200
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_each_step_of_the_event_loop_hands_over_a_limited_number_of_large_messages(
+    is_first: bool,
+) -> None:
+    handled: list[int] = []
+
+    async def handler(stream: Stream) -> bytes | None:
+        for _ in range(1 if is_first else 2):
+            message = await stream.read() or b""
+        handled.append(len(message))
+        return b""
+
+    steps: list[int] = []
+
+    def look() -> None:
+        steps.append(len(handled))
+        asyncio.get_running_loop().call_soon(look)
+
+    large = b"\0" + (40_000).to_bytes(4, "big") + bytes(40_000)
+    parts, last = (large[:16_000], large[16_000:32_000]), large[32_000:]
+    async with serving(handler) as server, server.peer() as peer:
+        for stream in range(1, 41, 2):
+            begun = b"" if is_first else frame(DATA, 0, stream, b"\0\0\0\0\0")
+            await peer.send(peer.headers(stream), begun, *(frame(DATA, 0, stream, part) for part in parts))
+        await peer.ping()
+        look()
+        await peer.send(*(frame(DATA, END_STREAM, stream, last) for stream in range(1, 41, 2)))
+        await until(lambda: handled == [40_000] * 20)
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= 7
+
+
 async def test_a_stream_that_its_handler_ends_gets_no_further_message_of_a_frame() -> None:
     handled: list[bytes] = []
 

@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
-        self.work_left = 0  # units of work left in this connection's turn
+        self.work_left = 0  # units of work left in this connection's turn; between turns at most 0
         self.unfinished: GrpcStream | None = None  # has further messages of the frame that was read last
         self._paused_reading = False
         self._tail = b""  # data that has arrived but was not parsed yet
@@ -161,8 +161,9 @@ class Connection(asyncio.Protocol):
             self.peers.unread(self, len(self._tail))
 
     def work(self, most: int) -> tuple[int, bool]:
-        """Read frames that have arrived and start handlers, within `most` units of work (`turns.Worker`)."""
-        self.work_left = most
+        """Read frames that have arrived and start handlers, within `most` units of work (`turns.Worker`) less
+        those that handlers have charged since the last turn."""
+        self.work_left += most
         self._start_handlers(most // 2)  # of earlier turns: a flood of frames must not delay handlers
         stream, self.unfinished = self.unfinished, None
         if stream is not None and stream.id in self._streams:
@@ -175,7 +176,8 @@ class Connection(asyncio.Protocol):
             self._paused_reading = False
             self._transport.resume_reading()
             self.peers.unread(self, 0)
-        return most - self.work_left, has_more
+        done, self.work_left = most - self.work_left, 0
+        return done, has_more
 
     def _start_handlers(self, kept: int) -> None:
         """Start waiting handlers while the turn has more than `kept` units of work left."""

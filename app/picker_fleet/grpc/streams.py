@@ -20,6 +20,7 @@ from picker_fleet.grpc.turns import Turns
 WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
 FREE_BYTES = 4096  # a stream's first unread bytes are not charged to the budget: about the stream's own size
 _MESSAGE_WORK: Final = 2  # units of work (turns.py) for each further message of a frame
+_BYTES_A_UNIT: Final = 1024  # a message is a unit of work for this many of its bytes
 _READS_A_STEP: Final = 4  # queued messages that a handler reads before other tasks run
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
 WRITE_BUFFER: Final = 1024 * 1024  # handlers wait while their connection has more unsent bytes
@@ -377,6 +378,7 @@ class GrpcStream:
 
     def _hand_over(self, message: bytes) -> None:
         """Give the handler a message, or queue the message until the handler reads it."""
+        self.connection.work_left -= len(message) // _BYTES_A_UNIT
         if self._take is not None:
             try:
                 self._take(message)

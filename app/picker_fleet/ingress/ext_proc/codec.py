@@ -14,6 +14,7 @@ NONE                   NONE                   lean, for session requests: header
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +47,7 @@ _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
 
+_MOST_LISTED = 4096  # read at most this many entries of a list in metadata
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _BODIES = (b"\x22", b"\x2a")  # tags of the fields `request_body` and `response_body`
 REQUEST_TRAILERS: Final = b"\x2a\x00"  # an answer with an empty field `request_trailers`
@@ -99,7 +101,8 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
 def read_metadata(message: Any, namespace: str, key: str) -> Any:
     """The value of `key` in a namespace of a ProcessingRequest's filter metadata; None if it is missing.
 
-    Numbers become floats, lists become lists; a null or a nested structure becomes ''.
+    Numbers become floats; a list becomes a list of its first `_MOST_LISTED` entries; a null, a structure or a
+    list in a list becomes ''.
     """
     struct = message.metadata_context.filter_metadata.get(namespace)
     value = None if struct is None else struct.fields.get(key)
@@ -343,10 +346,16 @@ def refused(refusal: Refusal, code: str) -> bytes:
     return data
 
 
-def _plain(value: Any) -> Any:
+def parts_of(message: ProcessingRequest) -> int:
+    """The number of headers and attributes in a ProcessingRequest."""
+    headers = len(message.request_headers.headers.headers) + len(message.response_headers.headers.headers)
+    return headers + len(message.attributes)
+
+
+def _plain(value: Any, *, may_list: bool = True) -> Any:
     kind = value.WhichOneof("kind")
-    if kind == "list_value":
-        return [_plain(entry) for entry in value.list_value.values]
+    if kind == "list_value" and may_list:
+        return [_plain(entry, may_list=False) for entry in islice(value.list_value.values, _MOST_LISTED)]
     if kind in ("string_value", "number_value", "bool_value"):
         return getattr(value, kind)
     return ""
