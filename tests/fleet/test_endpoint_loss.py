@@ -6,9 +6,15 @@ test_one_queue.py tests a server that dies.
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
 from fleet_load import at_rest, complete, served_by
 from whole_fleet import suspended
+
+from picker_fleet.domain.units import split_host_port
+from picker_fleet.ingress.ext_proc.accesslog import SERVICE
 
 
 @pytest.fixture(scope="module")
@@ -52,4 +58,29 @@ async def test_a_drained_endpoint_finishes_its_requests_and_gets_no_new_ones(her
     unknown = await here.admin("/api/v1/endpoints/10.9.9.9:1/drain", method="POST")
     detail = "POST /api/v1/endpoints/10.9.9.9:1/drain: no endpoint 10.9.9.9:1"
     assert (unknown.status_code, unknown.json()["detail"]) == (404, detail)
+    await at_rest(here)
+
+
+def refused(request: dict[str, Any]) -> bytes:
+    """A message of Envoy's access log: no connection to the endpoint of `request`, a row of /inflight."""
+    message = als_pb2.StreamAccessLogsMessage()
+    entry = message.http_logs.log_entry.add(request={"request_id": request["id"]})
+    common = entry.common_properties
+    common.access_log_type = accesslog_pb2.UpstreamEnd
+    common.response_flags.upstream_connection_failure = True
+    address = common.upstream_remote_address.socket_address
+    address.address, address.port_value = split_host_port(request["endpoint"])
+    return message.SerializeToString()
+
+
+async def test_a_forged_report_of_a_failed_connection_does_not_mark_the_endpoint_down(here: Any) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(complete(here.url, f"runs {number}", 200, streamed=True))
+        await here.until_state(stock=8)
+        running = (await here.get("inflight"))["requests"]
+        async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
+            await channel.stream_unary(f"/{SERVICE}/StreamAccessLogs")(iter(map(refused, running)))
+    assert {each["status"] for each in await here.get("endpoints")} == {"ready"}
+    assert "cannot connect to endpoint" not in here.output
     await at_rest(here)

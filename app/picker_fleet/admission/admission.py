@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from picker_fleet.admission.connection_check import ConnectionCheck
 from picker_fleet.admission.failover import Failover, FailoverState, FailoverTimes
 from picker_fleet.admission.ledger import Entry, Ledger, Phase
 from picker_fleet.admission.outage import Outage, unseen_s
@@ -103,6 +104,7 @@ class Admission:
             record_usage=record_usage,
             traces=traces,
         )
+        self._connection_check = ConnectionCheck(endpoints, self._note_fault)
         self.failover = Failover(
             store,
             self.ledger,
@@ -254,7 +256,14 @@ class Admission:
             self._reports.suspect(request_id)
 
     def fault(self, fault: Fault) -> None:
-        """Record that a request failed on an endpoint, or that the endpoint is full. Idempotent."""
+        """Record that a request failed on an endpoint, or that the endpoint is full. Idempotent. A report
+        without an accounting token that the endpoint accepts no connection is checked first."""
+        if fault.why == CONNECT and not fault.accounting_token:
+            self._connection_check.report(fault)
+        else:
+            self._note_fault(fault)
+
+    def _note_fault(self, fault: Fault) -> None:
         outage = self.failover.outage
         if self.failover.state is not FailoverState.LOCAL:
             self._reports.fault(fault._replace(accounting_token=self._own_token(fault.accounting_token)))
