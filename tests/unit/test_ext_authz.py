@@ -161,6 +161,7 @@ REFUSED = [
     (check().replace(b"HTTP/1.1", b"HTTP/2.0"), 400, "bad_request"),
     (check().replace(b"HTTP/1.1", b"HTTP/0.9"), 400, "bad_request"),
     (CHUNKED + b"0\r\n" + b"x: y\r\n" * 20_000, 400, "bad_request"),
+    (check().replace(b"\r\n", b"\r\n" + b"a:\r\n" * 3000, 1), 400, "bad_request"),
     (CHUNKED + b"0\r\nx: " + b"y" * 70_000, 400, "bad_request"),
     (CHUNKED + b"1\r\n{\r\n" * 1000 + b"1;" + b"x" * 70_000, 400, "bad_request"),
 ]
@@ -275,6 +276,14 @@ async def test_health_follows_readiness_and_an_unready_server_closes_the_connect
     assert await (await stage.send(check())).ended() == b""
 
 
+@pytest.mark.parametrize("unit", [HEALTH, b"HEAD /healthz HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_only_one_of_many_requests_sent_at_once_is_answered(stage: Stage, unit: bytes) -> None:
+    answers = await (await stage.send(unit * 1000)).ended()
+    assert answers.count(b"HTTP/1.1 ") <= 2  # the second answer refuses the second request
+    assert stage.context.open_requests.count == 0
+    assert (await stage.ask(HEALTH)).status == 200
+
+
 async def test_the_port_of_mode_http_speaks_tls(tmp_path: Path) -> None:
     ours = authority(tmp_path, "ours")
     server = signed(tmp_path, "picker", ours)
@@ -325,17 +334,36 @@ async def test_at_the_connection_limit_only_an_idle_connection_is_closed_for_a_n
     assert any("connections of the http mode's port" in line for line in caplog.messages)
 
 
-async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed(stage: Stage) -> None:
-    _, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1)
+async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, ended = [0], stage.server.ended
+
+    def count(connection: Any) -> None:
+        answers[0] += 1
+        ended(connection)
+
+    monkeypatch.setattr(stage.server, "ended", count)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    await asyncio.to_thread(client.connect, ("127.0.0.1", stage.port))
+    _, writer = await asyncio.open_connection(sock=client, limit=1)
+    await until(lambda: stage.server._connections)
+    [connection] = stage.server._connections
+    connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection._transport.set_write_buffer_limits(high=2048)
     stage.now_s[0] = 1.0
-    with contextlib.suppress(ConnectionError):
-        while not any(each._unread_s for each in stage.server._connections):
-            writer.write(HEALTH * 1000)
-            await asyncio.sleep(0)
-    assert writer.transport.get_write_buffer_size() < 64 * 1024 * 1024
+    for number in itertools.count(1):
+        writer.write(HEALTH)
+        await until(lambda number=number: answers[0] == number)
+        if connection._unread_s:
+            break
+    assert number < 100_000
+    writer.write(HEALTH)
     stage.now_s[0] = STALLED_S + 2.0
     stage.server.close_stalled()
     await until(lambda: not stage.server._connections)
+    assert answers[0] == number
     writer.close()
 
 

@@ -31,6 +31,7 @@ PREFIX: Final = b"/check"  # Envoy puts this prefix before each client's path
 HEALTH_PATH: Final = b"/healthz"
 _MAX_NAMES, _LONGEST_NAME = 1000, 64  # maximum cached header names, and maximum bytes of a name
 _MAX_HEAD_BYTES = 64 * 1024  # maximum bytes of request line, headers and trailers
+_HEADER_BYTES = 32  # a header counts as this many bytes more: an empty one takes as long as a short one
 _VERSIONS = ("1.0", "1.1")
 _IDLE_S = 300.0  # a connection without a request is closed after this many seconds
 _KEEPALIVE_S = 20
@@ -174,6 +175,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0  # bytes of the request, without the body, that were parsed
         self._rest_bytes = 0  # bytes of the request, without the body, that were received
         self._in_head = self._arriving = False
+        self._is_whole = False  # whether the data that is being parsed had the end of a request
         self._unread_s = 0.0  # the time when the peer stopped reading answers; 0 while the peer reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
@@ -223,6 +225,7 @@ class _Connection(asyncio.Protocol):
             self.close()  # a second request before the answer to the first: Envoy sends no such request
             return
         self._rest_bytes += len(data)
+        self._is_whole = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -258,7 +261,7 @@ class _Connection(asyncio.Protocol):
     # The HTTP parser calls the following methods. If one raises, `feed_data` raises HttpParserCallbackError.
 
     def on_message_begin(self) -> None:
-        if self._task is not None:
+        if self._task is not None or self._is_whole:
             self._fail(BadRequest("a second request came before the first was answered"))
         self._in_head = self._arriving = True
         self._head_bytes = 0
@@ -274,13 +277,14 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header if the picker reads it; ignore trailers."""
-        self._head_bytes += len(name) + len(value) + 4
+        self._head_bytes += len(name) + len(value) + _HEADER_BYTES
+        self._check_head()
         known = self._wanted[name]
         if known and self._in_head:
             self._headers.setdefault(known, value)
 
     def _check_head(self) -> None:
-        """Refuse complete headers or trailers that are too large; `data_received` refuses incomplete ones."""
+        """Refuse headers or trailers that are too large; `data_received` refuses an endless one."""
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._fail(_head_too_large())
 
@@ -312,7 +316,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._check_head()
-        self._arriving = False
+        self._arriving, self._is_whole = False, True
         self._rest_bytes = 0
         keep = self._parser.should_keep_alive()
         refused, self._refused, self._dropped_bytes = self._refused, None, 0
@@ -378,7 +382,7 @@ class _Connection(asyncio.Protocol):
         self._write(answer.status, answer.lines, answer.body, keep=keep)
 
     def _write(self, status: int, lines: str, body: bytes, *, keep: bool) -> None:
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         self._server.ended(self)
         keep = keep and not self._server.draining
