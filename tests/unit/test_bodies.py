@@ -5,7 +5,7 @@ import functools
 import gzip
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import brotli
 import pytest
@@ -17,6 +17,7 @@ from tables import cases
 
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull, PayloadTooLarge, UnsupportedEncoding
+from picker_fleet.ingress import bodies
 from picker_fleet.ingress.bodies import decode
 from picker_fleet.ingress.context import BodyBuffer
 
@@ -116,6 +117,26 @@ async def test_a_decompression_bomb_is_refused_early_and_does_not_block_the_loop
     await watching
     assert longest_s < 0.05
     assert time.thread_time() - began_s < 0.5
+
+
+async def test_other_tasks_run_while_a_body_is_decoded_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(text: bytes) -> Iterator[bytes]:
+        for _ in range(20):  # as with a deflate block that has only its code tables
+            time.sleep(0.002)
+            yield b""
+
+    async def watch() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turns = 0
+    monkeypatch.setitem(bodies._DECODERS, "gzip", slow)
+    watching = asyncio.create_task(watch())
+    assert await decoded(b"x", "gzip") == b""
+    watching.cancel()
+    assert turns >= 20
 
 
 async def test_the_decoded_bytes_of_a_body_count_in_the_byte_budget() -> None:

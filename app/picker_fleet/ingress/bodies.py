@@ -8,6 +8,7 @@ import asyncio
 import codecs
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -20,7 +21,8 @@ from picker_fleet.domain.budgets import BodyBuffer
 from picker_fleet.domain.errors import BadRequest, Unsupported, UnsupportedEncoding
 
 _MOST_ENCODINGS = 2
-_STEP_BYTES = 256 * 1024  # after reading or decoding this many bytes, let the event loop run other tasks
+_STEP_BYTES = 256 * 1024  # maximum bytes that a decoder returns at once
+_STEP_S = 0.001  # after decoding for this many seconds, let the event loop run other tasks
 _SLICE_BYTES = 16 * 1024
 _ZSTD_SLICE_BYTES = 256  # four bytes of zstd can expand to 128 KiB; the decoder has no output limit
 _ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest zstd window, in bytes, that RFC 9659 allows for HTTP
@@ -78,20 +80,20 @@ async def decode(
 
 
 async def _decode(name: str, text: bytes, into: BodyBuffer) -> None:
-    done_bytes = 0
+    began_s = time.perf_counter()
     try:
-        for read_bytes, chunk in _DECODERS[name](text):
+        for chunk in _DECODERS[name](text):
             if chunk:
                 into.add(chunk)
-            done_bytes += read_bytes + len(chunk)
-            if done_bytes > _STEP_BYTES:
-                done_bytes = 0
+            if time.perf_counter() - began_s > _STEP_S:
                 await asyncio.sleep(0)
+                began_s = time.perf_counter()
     except (zlib.error, brotli.error, zstandard.ZstdError, EOFError) as fault:
         raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
 
 
-_Steps = Iterator[tuple[int, bytes]]  # yields pairs: the number of bytes read, and the decoded bytes
+# Yields the decoded bytes of short inputs; also b'': an input may take long to decode and give no bytes.
+_Steps = Iterator[bytes]
 
 
 def _inflated(text: bytes, window_bits: int) -> _Steps:
@@ -108,7 +110,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
             at += len(more)
             while not decoder.eof:
                 chunk = decoder.decompress(more, _STEP_BYTES)
-                yield len(more), chunk
+                yield chunk
                 more = decoder.unconsumed_tail
                 if not more and len(chunk) < _STEP_BYTES:  # after a full chunk the decoder may have more
                     break
@@ -128,9 +130,9 @@ def _deflated(text: bytes) -> _Steps:
 def _unbrotlied(text: bytes) -> _Steps:
     decoder = brotli.Decompressor()
     for at in range(0, len(text), _SLICE_BYTES):
-        yield _SLICE_BYTES, decoder.process(text[at : at + _SLICE_BYTES], output_buffer_limit=_STEP_BYTES)
+        yield decoder.process(text[at : at + _SLICE_BYTES], output_buffer_limit=_STEP_BYTES)
         while not decoder.can_accept_more_data():
-            yield 0, decoder.process(b"", output_buffer_limit=_STEP_BYTES)
+            yield decoder.process(b"", output_buffer_limit=_STEP_BYTES)
     if not decoder.is_finished():
         raise EOFError("it is cut off")
 
@@ -147,7 +149,7 @@ def _unzstandarded(text: bytes) -> _Steps:
                 raise EOFError("it is cut off")
             more = text[at : at + _ZSTD_SLICE_BYTES]
             at += len(more)
-            yield len(more), decoder.decompress(more)
+            yield decoder.decompress(more)
         at -= len(decoder.unused_data)
 
 
