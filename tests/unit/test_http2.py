@@ -4,6 +4,7 @@ The test peer writes each frame itself, and so can send frames that no client li
 """
 
 import asyncio
+import contextlib
 import itertools
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -143,8 +144,9 @@ class Server(NamedTuple):
     budget: BodyBudget
 
     @asynccontextmanager
-    async def peer(self, window: int = 65_535) -> AsyncIterator[Peer]:
-        peer = Peer(*await asyncio.open_connection("127.0.0.1", self.port))
+    async def peer(self, window: int = 65_535, address: str = "127.0.0.1") -> AsyncIterator[Peer]:
+        opened = asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
+        peer = Peer(*await opened)
         await peer.send(frames.PREFACE, window_setting(window))
         try:
             yield peer
@@ -565,6 +567,32 @@ async def test_a_connection_beyond_the_limit_of_connections_replaces_only_an_idl
                     for peer in (busy, third, fourth):
                         assert await peer.data(1) == ASK
     assert len([line for line in caplog.messages if "connections are taken" in line]) == 3
+
+
+async def test_one_address_cannot_take_all_connections() -> None:
+    handler = Held()
+    async with (
+        contextlib.AsyncExitStack() as opened,
+        serving(handler, limits=Limits(connections=8)) as server,
+    ):
+        peers = [await opened.enter_async_context(server.peer()) for _ in range(6)]
+        for number, peer in enumerate(peers, 1):
+            await peer.send(peer.request(1))
+            await until(lambda number=number: handler.waiting == number)
+        async with server.peer() as seventh, server.peer(address="127.0.0.2") as other:
+            assert await seventh.read() is None
+            assert server.transport.full == ""
+            await other.send(other.request(1))
+            await until(lambda: handler.waiting == 7)
+            handler.release.set()
+            assert await other.data(1) == ASK
+            # Its own idle connection makes room for another one of the address, never another address's.
+            assert await peers[0].data(1) == ASK
+            async with server.peer() as eighth:
+                await eighth.send(eighth.request(1))
+                assert await eighth.data(1) == ASK
+                await other.ping()
+    assert not server.transport.peers._at_address
 
 
 async def test_small_unread_messages_count_with_their_memory_overhead_in_the_byte_budget() -> None:

@@ -77,6 +77,7 @@ class Connection(asyncio.Protocol):
         self.line: Line | None = None
         self.tag, self.queued = 0.0, False
         self._transport: Any = None
+        self.address = ""
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
         self.work_left = 0  # units of work left in this connection's turn; between turns at most 0
@@ -105,8 +106,7 @@ class Connection(asyncio.Protocol):
     @property
     def peer(self) -> tuple[str, int]:
         """The peer's address ('' if unknown) and its number of open streams."""
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return str(peer[0]) if isinstance(peer, tuple) else "", len(self._streams)
+        return self.address, len(self._streams)
 
     @property
     def trusted(self) -> bool:
@@ -117,6 +117,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
         if not self.peers.opened(self):
             self.abort()
             return

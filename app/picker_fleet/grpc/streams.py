@@ -4,8 +4,9 @@
 """
 
 import asyncio
+import itertools
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -45,6 +46,7 @@ class Link(Protocol):
 
     peers: "Peers"
     loop: asyncio.AbstractEventLoop
+    address: str  # the peer's address, '' if unknown
     silent: int  # number of open streams that have not received a message
     # Streams that have received a message and whose handlers must start, in order of arrival.
     starting: "OrderedDict[int, GrpcStream]"
@@ -446,17 +448,6 @@ class GrpcStream:
             self._reader.set_result(result)
 
 
-def open_stream(
-    path: bytes,
-    refused: set[bytes],
-    make: Callable[[Link, int], GrpcStream],
-    connection: Link,
-    stream_id: int,
-) -> GrpcStream | None:
-    """A stream for a request of `path`; None if new streams of `path` are refused."""
-    return None if path in refused else make(connection, stream_id)
-
-
 class Peers:
     """Limits all peers of a transport together: has all `connections`, the `count` of open streams, the
     `cancelled` handlers that have not ended yet, and the `turns` of the connections.
@@ -465,12 +456,14 @@ class Peers:
     reset in the same turn costs neither a task nor a Redis call.
 
     At the limit of connections, a new connection replaces a connection without an open stream: the oldest
-    that never had a stream, or else the one that has been idle for longest.
+    that never had a stream, or else the one that has been idle for longest. The last quarter of that limit is
+    kept for other addresses than the one that has all others: streams without end keep connections in use.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.connections: set[Link] = set()
+        self._at_address: Counter[str] = Counter()  # connections of each address
         self.count = 0
         self.cancelled: set[asyncio.Task[None]] = set()
         self.turns = Turns(limits.step_work, limits.strangers_work)
@@ -496,19 +489,27 @@ class Peers:
 
     def opened(self, connection: Link) -> bool:
         """Add a new connection. Returns False if there is no room for the connection."""
-        if len(self.connections) >= self.limits.connections:
-            _log.warning("all %d connections are taken: idle ones are closed", self.limits.connections)
-            spare = self._unused or self._idle
-            if not spare:
+        address, most = connection.address, self.limits.connections
+        has_most = address != "" and self._at_address[address] >= most - most // 4
+        if has_most or len(self.connections) >= most:
+            taken = most - most // 4 if has_most else most
+            _log.warning("all %d connections are taken: idle ones are closed", taken, extra={"peer": address})
+            idle = itertools.chain(self._unused, self._idle)
+            spare = next((each for each in idle if not has_most or each.address == address), None)
+            if spare is None:
                 return False
-            spare.popitem(last=False)[0].abort()
+            self.closed(spare)
+            spare.abort()
         self.connections.add(connection)
+        self._at_address[address] += 1
         self._unused[connection] = None
         return True
 
     def closed(self, connection: Link) -> None:
-        self.connections.discard(connection)
-        self.unread(connection, 0)
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._at_address -= Counter((connection.address,))  # also removes an address without connections
+            self.unread(connection, 0)
         for some in (self._unused, self._idle, self._stuck):
             some.pop(connection, None)
 
