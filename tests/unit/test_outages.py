@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -10,6 +11,7 @@ from admission_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resynci
 from background import running, until
 from local_requests import ask
 from metrics_page import samples
+from scripted_store import answered
 
 from picker_fleet import background
 from picker_fleet.admission import admission
@@ -29,7 +31,7 @@ from picker_fleet.domain.errors import (
 )
 from picker_fleet.domain.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.replies import Notification, Placed, Renewal, Verdict
+from picker_fleet.state.replies import Notification, Placed, Renewal, SettleReply, Verdict
 
 UNSEEN_S = unseen_s(0.0)  # a resync restores no request without a sign of life for so many seconds
 PATIENT_S = 60.0  # seconds that a resync waits for the other replica; long, for a slow machine
@@ -601,6 +603,30 @@ async def test_a_request_whose_answer_is_read_late_is_released_once_and_counted_
     assert sum(bench.counted("epp_output_tokens_total", "model").values()) == 1
     assert len(bench.store.settled) == calls
     assert lost.startswith("never") or bench.free == free
+
+
+async def test_an_end_that_is_reported_again_is_sent_to_redis_but_not_counted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    placement = await bench.place()
+    bench.end("r", placement)
+    await asyncio.sleep(0)
+    settle = bench.store.settle
+
+    def unknown(*call: Any, **options: Any) -> Any:
+        settle(*call, **options)
+        return answered(SettleReply("unknown", ""))
+
+    monkeypatch.setattr(bench.store, "settle", unknown)
+    for _ in range(3):
+        bench.end("r", placement)
+        await asyncio.sleep(0)
+    assert bench.counted("epp_completions_total", "outcome") == {"completed": 1}
+    assert len(bench.store.settled) == 4
+    entry = bench.gate.ledger.get("r")
+    assert entry is not None
+    assert entry.confirmed
 
 
 async def test_an_answer_that_its_client_reads_in_time_needs_no_redis_call_of_its_own(

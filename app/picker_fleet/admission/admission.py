@@ -216,7 +216,12 @@ class Admission:
         token = completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
         is_local = self.failover.state is FailoverState.LOCAL
         ran, is_new = bool(token), True
-        was_unread = entry is not None and entry.phase is Phase.ENDED and entry.unread
+        was_unread = False
+        if entry is not None and entry.phase is Phase.ENDED:
+            was_unread = entry.unread
+            if outage is None and entry.confirmed and not was_unread:  # count the end only once
+                self._reports.tell_end(completion)  # the request may have been restored meanwhile
+                return
         if outage is None:
             self.failover.is_busy = True
         elif ran or (entry is not None and entry.running and entry.journaled):
