@@ -144,6 +144,20 @@ async def test_every_envoy_receives_a_change_of_the_pool() -> None:
         assert [read(second), read(await other.read())] == [expected] * 2
 
 
+def test_each_version_of_the_endpoints_is_announced_once_when_all_envoys_know_it() -> None:
+    announced: list[str | None] = []
+    cell = SnapshotCell(on_acknowledged=lambda: announced.append(cell.acknowledged))
+    for version in ("v1", "v2+2"):
+        cell.publish(snapshot(version, "10.0.0.1:8000"))
+        cell.acknowledge("one", "")
+        cell.acknowledge("other", version)
+        for _ in range(10):  # a peer that acknowledges a version, then none, again and again
+            cell.acknowledge("one", version)
+            cell.acknowledge("one", "")
+            cell.acknowledge("one", None)
+    assert announced == ["v1", "v2"]
+
+
 async def test_the_newest_version_of_the_endpoints_that_every_envoy_acknowledged_is_known() -> None:
     cell = filled("10.0.0.1:8000")
     assert cell.acknowledged is None

@@ -42,7 +42,8 @@ class Snapshot:
 class SnapshotCell:
     """Holds the newest snapshot; many tasks may wait for the next snapshot. One event loop.
 
-    `on_acknowledged` is called after each change of `acknowledged`. `clock` is in seconds.
+    `on_acknowledged` is called once for each version of the endpoints, when all Envoys have acknowledged it.
+    `clock` is in seconds.
     """
 
     def __init__(
@@ -55,16 +56,18 @@ class SnapshotCell:
         self._changed = asyncio.Event()
         self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
         self._acknowledged: dict[object, str] = {}  # Envoy with a stream -> its version of the endpoints
+        self._announced = ""  # the last version for which `on_acknowledged` was called
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
         """Record that `envoy`, which has a stream to this replica, has the endpoints of `version` ('': none
         yet; None: its stream has ended)."""
-        before = self.acknowledged
         if version is None:
             self._acknowledged.pop(envoy, None)
         else:
             self._acknowledged[envoy] = unmarked(version)
-        if self.acknowledged != before:
+        newest = unmarked(self.current.version)
+        if newest != self._announced and self.acknowledged == newest:
+            self._announced = newest
             self._on_acknowledged()
 
     @property
