@@ -10,11 +10,15 @@ import grpc
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import body, headers
 from fleet_load import at_rest, complete, served_by
 from whole_fleet import suspended
 
+from picker_fleet.domain.allowlist import DESTINATION
 from picker_fleet.domain.units import split_host_port
 from picker_fleet.ingress.ext_proc.accesslog import SERVICE
+from picker_fleet.ingress.ext_proc.server import PROCESS
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +65,15 @@ async def test_a_drained_endpoint_finishes_its_requests_and_gets_no_new_ones(her
     await at_rest(here)
 
 
-def refused(request: dict[str, Any]) -> bytes:
-    """A message of Envoy's access log: no connection to the endpoint of `request`, a row of /inflight."""
+def refused(request: dict[str, Any], token: str = "") -> bytes:
+    """A message of Envoy's access log: no connection to the endpoint of `request`, a row of /inflight. With a
+    `token` the entry is about the request's end, else about an attempt."""
     message = als_pb2.StreamAccessLogsMessage()
     entry = message.http_logs.log_entry.add(request={"request_id": request["id"]})
     common = entry.common_properties
-    common.access_log_type = accesslog_pb2.UpstreamEnd
+    common.access_log_type = accesslog_pb2.DownstreamEnd if token else accesslog_pb2.UpstreamEnd
+    if token:
+        common.metadata.filter_metadata["picker"].update({"id": request["id"], "token": token})
     common.response_flags.upstream_connection_failure = True
     address = common.upstream_remote_address.socket_address
     address.address, address.port_value = split_host_port(request["endpoint"])
@@ -80,7 +87,16 @@ async def test_a_forged_report_of_a_failed_connection_does_not_mark_the_endpoint
         await here.until_state(stock=8)
         running = (await here.get("inflight"))["requests"]
         async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
-            await channel.stream_unary(f"/{SERVICE}/StreamAccessLogs")(iter(map(refused, running)))
+            # A caller gets tokens for requests of its own.
+            call = channel.stream_stream(
+                PROCESS, ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+            )()
+            for message in (headers("lean", {"x-request-id": "a-strangers"}), body(b'{"model": "llama"}')):
+                await call.write(message)
+            picked = (await call.read()).dynamic_metadata
+            own = {"id": picked["picker"]["id"], "endpoint": picked["envoy.lb"][DESTINATION].split(",")[0]}
+            entries = [*map(refused, running), refused(own, picked["picker"]["token"])]
+            await channel.stream_unary(f"/{SERVICE}/StreamAccessLogs")(iter(entries))
     assert {each["status"] for each in await here.get("endpoints")} == {"ready"}
     assert "cannot connect to endpoint" not in here.output
     await at_rest(here)

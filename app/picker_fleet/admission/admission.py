@@ -7,9 +7,9 @@ local queue and is placed within this replica's share of the bound (G8; docs/red
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from picker_fleet.admission.connection_check import ConnectionCheck
 from picker_fleet.admission.failover import Failover, FailoverState, FailoverTimes
 from picker_fleet.admission.ledger import Entry, Ledger, Phase
 from picker_fleet.admission.outage import Outage, unseen_s
@@ -104,7 +104,6 @@ class Admission:
             record_usage=record_usage,
             traces=traces,
         )
-        self._connection_check = ConnectionCheck(endpoints, self._note_fault)
         self.failover = Failover(
             store,
             self.ledger,
@@ -262,9 +261,9 @@ class Admission:
 
     def fault(self, fault: Fault) -> None:
         """Record that a request failed on an endpoint, or that the endpoint is full. Idempotent. A report
-        without an accounting token that the endpoint accepts no connection is checked first."""
-        if fault.why == CONNECT and not fault.accounting_token:
-            self._connection_check.report(fault)
+        that the endpoint accepts no connection is checked first."""
+        if fault.why == CONNECT:
+            self._reports.connection_check.report(fault.endpoint, partial(self._note_fault, fault))
         else:
             self._note_fault(fault)
 

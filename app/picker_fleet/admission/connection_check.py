@@ -1,15 +1,14 @@
-"""Checks reports of failed connections to endpoints. `Admission` calls this module.
+"""Checks reports of failed connections to endpoints. `Admission` and `Reports` call this module.
 
-Envoy's log entry of a failed attempt has no accounting token, so whoever reaches the gRPC port can forge one.
-One report that Envoy could not connect takes an endpoint from the whole fleet: the replica first tries to
-connect itself.
+One report that Envoy could not connect takes an endpoint from the whole fleet, and whoever reaches the gRPC
+port can send one: Envoy's log entry of a failed attempt has no accounting token, and a caller gets tokens for
+requests of its own. So the replica first tries to connect itself.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from picker_fleet.domain.request import Fault
 from picker_fleet.domain.units import split_host_port
 from picker_fleet.endpoints.snapshot import SnapshotCell
 
@@ -19,23 +18,23 @@ _MOST_WAITING: Final = 256  # maximum reports about one endpoint that wait for t
 
 
 class ConnectionCheck:
-    """Calls `confirmed` with each report that an endpoint of `endpoints` accepts no connection, if that is
-    true: one connection at a time tests each endpoint."""
+    """Checks reports about the endpoints in `endpoints`; one connection at a time tests each endpoint."""
 
-    def __init__(self, endpoints: SnapshotCell, confirmed: Callable[[Fault], object]) -> None:
-        self._endpoints, self._confirmed = endpoints, confirmed
-        self._waiting: dict[str, list[Fault]] = {}
+    def __init__(self, endpoints: SnapshotCell) -> None:
+        self._endpoints = endpoints
+        self._waiting: dict[str, list[Callable[[], object]]] = {}
         self._checks: set[asyncio.Task[None]] = set()
 
-    def report(self, fault: Fault) -> None:
-        """Check a report. Returns at once; drops reports about unknown endpoints."""
-        waiting = self._waiting.get(fault.endpoint)
+    def report(self, address: str, confirmed: Callable[[], object]) -> None:
+        """Call `confirmed` if the endpoint at `address` accepts no connection now. Returns at once; drops
+        reports about unknown endpoints."""
+        waiting = self._waiting.get(address)
         if waiting is not None:
             if len(waiting) < _MOST_WAITING:
-                waiting.append(fault)
-        elif any(each.address == fault.endpoint for each in self._endpoints.current.endpoints):
-            self._waiting[fault.endpoint] = [fault]
-            check = asyncio.create_task(self._check(fault.endpoint), name="connection-check")
+                waiting.append(confirmed)
+        elif any(each.address == address for each in self._endpoints.current.endpoints):
+            self._waiting[address] = [confirmed]
+            check = asyncio.create_task(self._check(address), name="connection-check")
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
 
@@ -44,8 +43,8 @@ class ConnectionCheck:
             if await _accepts(address):
                 await asyncio.sleep(_PAUSE_S)
                 return
-            for fault in self._waiting[address]:
-                self._confirmed(fault)
+            for confirmed in self._waiting[address]:
+                confirmed()
         finally:
             del self._waiting[address]
 

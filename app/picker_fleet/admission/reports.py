@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from picker_fleet.admission.connection_check import ConnectionCheck
 from picker_fleet.admission.ledger import Entry, Ledger
 from picker_fleet.domain.request import Alive, Completion, Fault, Outcome
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -85,6 +86,7 @@ class Reports:
         traces: "Traces | None" = None,
     ) -> None:
         self._store, self._ledger, self._metrics = store, ledger, metrics
+        self.connection_check = ConnectionCheck(endpoints)
         self._endpoints, self._chooser = endpoints, chooser
         self._counts_tokens, self._are_places_awaited = counts_tokens, are_places_awaited
         self._has_tenants, self._record_usage, self._traces = has_tenants, record_usage, traces
@@ -105,7 +107,7 @@ class Reports:
         if token:  # without a token, the request may never have been placed
             self._chooser.ended(completion, token)
         if completion.failed:
-            self._note_failed(completion.failed)
+            self.connection_check.report(completion.failed, partial(self._note_failed, completion.failed))
         if not (completion.fault or completion.passed_over):
             return
         if token and completion.fault:
