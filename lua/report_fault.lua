@@ -8,9 +8,9 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only
---   if the request has a record), why (`full`: the endpoint takes no more requests for now; `connect`: a connection to
---   the endpoint failed; `retried`: another endpoint has served the request; else the reason of the failure), for how
---   long the endpoint is full, ms (0: unknown)
+--   if the request is placed there), why (`full`: the endpoint takes no more requests for now; `connect`: a connection
+--   to the endpoint failed; `retried`: another endpoint has served the request; else the reason of the failure), for
+--   how long the endpoint is full, ms (0: unknown)
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' or 'down' (by this failure) | 'noted' |
 --   'unknown'
 
@@ -33,9 +33,9 @@ local function report_fault(args)
   return for_each_item(args, ITEM.report_fault, function(_, id, address, flow, why, hold_ms)
     local r = record.read(id)
     if r and r.state ~= STATE_PLACED then r = nil end
-    if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
-    if why == 'retried' and not is_here then return 'unknown' end -- reported before, or the request has ended
+    -- The failure was reported before, or the request has ended, or the report is forged.
+    if not is_here and (flow == '' or why == 'retried') then return 'unknown' end
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end
     if following then move_placed(r, endpoints.first(following), following) end

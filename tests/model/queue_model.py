@@ -121,10 +121,8 @@ class QueueModel(PoolModel):
     def report_fault(self, id: str, address: str, flow: str, why: str, hold_ms: int) -> str:
         r = self.requests.get(id)
         r = r if r is not None and r.state == "placed" else None
-        if r is None and not flow:
-            return "unknown"
         is_here = r is not None and first(r.endpoints) == address
-        if why == "retried" and not is_here:
+        if not is_here and (not flow or why == "retried"):
             return "unknown"
         _, _, following = r.endpoints.partition(",") if r is not None and is_here else ("", "", "")
         if why in ("full", "503") and is_here and (following or flow):

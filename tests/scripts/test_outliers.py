@@ -189,6 +189,17 @@ def test_a_full_endpoint_gets_a_request_for_each_that_ends_until_its_hold_is_ove
     assert it.admit("waits", flow="w")[0] == "queued"
 
 
+def test_a_report_without_a_flow_counts_only_where_the_request_is_placed(it: FailingPool) -> None:
+    runs = it.place(E1, E2)
+    for why in ("full", "500", "connect"):
+        assert it.fault(runs, E2, why, 60_000) == "unknown"
+        assert it.fault("no-request", E1, why, 60_000) == "unknown"
+    assert it.takes(E2)
+    assert it.fault(runs, E1, "full", 60_000) == "noted"
+    assert it.fault(runs, E2, "full", 60_000) == "noted"
+    assert not it.takes(E1)
+
+
 def test_an_endpoint_that_stands_still_while_others_answer_is_ejected(it: FailingPool) -> None:
     def stuck(seconds: int, *, others_answer: bool) -> str:
         it.call("mark_endpoint", "a", E1, "stuck", 1)
