@@ -530,7 +530,9 @@ class World:
                 self.wrong.append(f"G6: {each}: more than one answer")
             if not each.answers or not each.honest:
                 continue
-            if each.answers[0] not in ((200, 429, 503) if each.flow == "acme/flow-0" else (200, 503)):
+            has_waited = each.answered_s - each.asked_s > TTL_S - 0.01
+            is_limited = each.flow == "acme/flow-0" or (each.flow.startswith("acme/") and has_waited)
+            if each.answers[0] not in ((200, 429, 503) if is_limited else (200, 503)):
                 self.wrong.append(f"G10: {each}: an error answers a valid request")
             if undisturbed and each.answers == [503] and not self._may_expire(each):
                 self.wrong.append(f"G7: {each}: refused without cause")

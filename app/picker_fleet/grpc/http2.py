@@ -24,7 +24,7 @@ from typing import Any, Final
 from picker_fleet.grpc import frames
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
-from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Peers
+from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Link, Peers
 from picker_fleet.grpc.turns import Line
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
@@ -573,3 +573,14 @@ class Connection(asyncio.Protocol):
                     raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "a stream's window is too large")
                 stream.wake_writer()
         self._reply(frame(frames.SETTINGS, frames.ACK, 0))
+
+
+def open_stream(
+    path: bytes,
+    refused: set[bytes],
+    make: Callable[[Link, int], GrpcStream],
+    connection: Link,
+    stream_id: int,
+) -> GrpcStream | None:
+    """A stream for a request of `path`; None if new streams of `path` are refused."""
+    return None if path in refused else make(connection, stream_id)

@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -15,8 +15,8 @@ from picker_fleet.background import keep
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
-from picker_fleet.grpc.http2 import Connection, Open
-from picker_fleet.grpc.streams import OK_BLOCK, GrpcStream, Link, Peers, status_block
+from picker_fleet.grpc.http2 import Connection, Open, open_stream
+from picker_fleet.grpc.streams import OK_BLOCK, GrpcStream, Peers, status_block
 from picker_fleet.grpc.transport import ByMetadata, Handler, Limits, Status
 
 _OTHERS_BYTES = 64 * 1024 * 1024  # maximum unread bytes of all streams without a budget of their own
@@ -147,7 +147,7 @@ class NativeTransport:
             content_length=length,
             message_bytes=most_bytes,
         )
-        return partial(_open_stream, path, self._refused, make)
+        return partial(open_stream, path, self._refused, make)
 
     async def _ping_silent_peers(self) -> None:
         """Cut off peers that answer no ping: else the streams of a vanished peer would stay open for ever."""
@@ -169,14 +169,3 @@ class NativeTransport:
             for connection in silent:
                 if not connection.received:
                     connection.abort()
-
-
-def _open_stream(
-    path: bytes,
-    refused: set[bytes],
-    make: Callable[[Link, int], GrpcStream],
-    connection: Link,
-    stream_id: int,
-) -> GrpcStream | None:
-    """A stream for a request of `path`; None if new streams of `path` are refused."""
-    return None if path in refused else make(connection, stream_id)
