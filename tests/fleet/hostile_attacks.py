@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import socket
 import ssl
 import struct
 import sys
@@ -77,6 +78,7 @@ class Target(NamedTuple):
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
 _PATIENCE_S = 40.0  # seconds: longer than the fleet may take to answer or to close the connection
 _LEAVES_S = 0.3
+_IP_BIND_ADDRESS_NO_PORT = 24  # Linux: choose the port at `connect` (ip(7)); Python's `socket` lacks the name
 
 ENDED = "ended"
 Try = Callable[[Target, int], Awaitable[str]]
@@ -110,8 +112,18 @@ async def _connected(
     host, number = random.choice(getattr(target, part)).rsplit(":", 1)
     context = _trusting(target.certificate) if part == "grpc" and target.tls else None
     async with asyncio.timeout(_PATIENCE_S):
-        local = (ADDRESS, 0)
-        reader, writer = await asyncio.open_connection(host, int(number), ssl=context, local_addr=local)
+        connecting = socket.socket()
+        connecting.setblocking(False)
+        # Otherwise each bind searches thousands of used ports, which stops the whole machine's connections.
+        connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+        connecting.bind((ADDRESS, 0))
+        try:
+            await asyncio.get_running_loop().sock_connect(connecting, (host, int(number)))
+        except BaseException:
+            connecting.close()
+            raise
+        name = "fleet" if context else None
+        reader, writer = await asyncio.open_connection(sock=connecting, ssl=context, server_hostname=name)
         try:
             yield reader, writer
         finally:
@@ -625,12 +637,16 @@ ATTACKS = (
     Attack("a Redis user of another pool", _use_redis, 0.2),
 )
 _LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop: stands for network latency
+_BEGIN_S = 2.0  # an attack's loops begin evenly within this time, so that its rate has no bursts
 _FLAT_OUT = 16  # minimum number of loops of an attack that makes no pauses
 _CORES = 0.5  # maximum CPU cores of an attack that makes no pauses
 
 
-async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:
+async def _repeat(
+    attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str], wait_s: float
+) -> None:
     clock = asyncio.get_running_loop().time
+    await asyncio.sleep(wait_s)
     while True:
         begun_s = clock()
         try:
@@ -672,8 +688,10 @@ async def _attack_until_eof(target: Target, only: str) -> None:
     attacking = [asyncio.create_task(_limit_cpu())] if flat_out else []
     for attack in attacks:
         numbers = itertools.count()
-        for _ in range(max(attack.at_once, _FLAT_OUT if flat_out else 0)):
-            repeating = _repeat(attack, target, numbers, outcomes[attack.name])
+        loops = max(attack.at_once, _FLAT_OUT if flat_out else 0)
+        for number in range(loops):
+            wait_s = 0.0 if flat_out else _BEGIN_S * number / loops
+            repeating = _repeat(attack, target, numbers, outcomes[attack.name], wait_s)
             attacking.append(asyncio.create_task(repeating))
     print("attacking", flush=True)
     await asyncio.to_thread(sys.stdin.read)

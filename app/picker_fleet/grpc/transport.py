@@ -75,7 +75,7 @@ class Limits:
     answer_s: float = 10.0
     pause_s: float = 1.0
     step_work: int = 256
-    strangers_work: int = 40_000
+    strangers_work: int = 10_000
     trusted_s: float = 60.0
 
 
