@@ -15,9 +15,9 @@ from script_fleet import running, until
 import picker_fleet
 from picker_fleet.cli import main
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.replies import name_of
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.server_check import ServerCheck
-from picker_fleet.state.store import name_of
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)

@@ -14,7 +14,7 @@ from picker_fleet.domain.errors import StateUnavailable
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 from picker_fleet.state.subscriptions import listen
 
 SHORT_S = 0.3

@@ -8,7 +8,7 @@ from proxy import Proxy
 from redis_servers import Server
 from script_fleet import Fleet, until
 
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 
 def _forgotten(server: Server) -> int:

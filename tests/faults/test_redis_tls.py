@@ -10,7 +10,7 @@ from redis_servers import LOOPBACK, Server, debian, redis_server
 from script_fleet import Replica, running, until
 from tls_files import Pair, authority
 
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 
 @pytest.fixture

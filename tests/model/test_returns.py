@@ -12,8 +12,7 @@ from returns import ENDPOINT, Pool, World, search, walk
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
-from picker_fleet.state.replies import SettleReply
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import SettleReply, name_of
 
 START_US = 1_750_000_000_000_000
 # Each case has the number of replicas, and options of `World`.

@@ -33,9 +33,10 @@ from picker_fleet.state.replies import (
     Notification,
     SettleReply,
     SweepReply,
+    name_of,
 )
 from picker_fleet.state.schema import COUNTERS
-from picker_fleet.state.store import Store, name_of
+from picker_fleet.state.store import Store
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import Report, audit

@@ -9,7 +9,7 @@ from direct_calls import ClockedPool
 from script_fleet import OpenFleet, asked
 
 from picker_fleet.domain.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 
 async def test_each_exceeded_queue_limit_raises_its_documented_error(fleet: OpenFleet) -> None:

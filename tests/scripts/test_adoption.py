@@ -7,7 +7,7 @@ from decision_ledger import events_of
 from script_fleet import OpenFleet, asked, waiting
 
 from picker_fleet.domain.errors import ClientGone, ExpiredTtl, RequestIdTaken
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 
 async def test_repeated_sweeps_orphan_all_waiting_requests_of_a_silent_replica(fleet: OpenFleet) -> None:

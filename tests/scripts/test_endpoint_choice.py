@@ -6,8 +6,8 @@ import pytest
 from script_fleet import OpenFleet, addresses
 
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.state.replies import Placed
-from picker_fleet.state.store import name_of, parse_verdict
+from picker_fleet.state.replies import Placed, name_of
+from picker_fleet.state.store import parse_verdict
 
 E1, E2 = addresses(2)
 

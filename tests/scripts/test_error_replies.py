@@ -22,7 +22,7 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ScriptFailed, WritesRefused
 from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = ("READONLY", "NOPERM")  # two errors, of the two kinds after which a call is sent again

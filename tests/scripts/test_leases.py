@@ -19,7 +19,7 @@ from script_fleet import (
 from picker_fleet.domain.request import Alive, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 E1, E2 = addresses(2)
 ONE_RUNS = (1, 0, [1])

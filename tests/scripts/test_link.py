@@ -20,9 +20,8 @@ from script_fleet import (
 from picker_fleet.domain.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state import accounting_token
-from picker_fleet.state.replies import Placed
+from picker_fleet.state.replies import Placed, name_of
 from picker_fleet.state.scripts import load_library
-from picker_fleet.state.store import name_of
 
 E1 = addresses(1)[0]
 

@@ -13,7 +13,7 @@ from script_fleet import UNKNOWN_END, Fleet, OpenFleet, Replica, running
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state.reads import RankRange
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 _POOLS = itertools.count(1)
 

@@ -8,7 +8,8 @@ from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.fleet.publisher import acknowledged
-from picker_fleet.state.store import Store, name_of
+from picker_fleet.state.replies import name_of
+from picker_fleet.state.store import Store
 
 _ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}
 

@@ -11,8 +11,7 @@ from script_fleet import Fleet, OpenFleet, Replica, in_turn
 
 from picker_fleet.domain.errors import ScriptFailed
 from picker_fleet.domain.request import Outcome
-from picker_fleet.state.replies import SettleReply
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import SettleReply, name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:

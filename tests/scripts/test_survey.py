@@ -12,7 +12,7 @@ from script_fleet import Fleet, OpenFleet, Replica, until
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, SnapshotTimes
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000

@@ -12,7 +12,7 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.request import Outcome
 from picker_fleet.fleet import live_config
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 HUGE = 1e308
 

@@ -14,7 +14,7 @@ from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.views import BadCursor, FleetView
 from picker_fleet.domain.bands import NAMED, Band
 from picker_fleet.state.reads import RankRange, group_of
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 (E1,) = addresses(1)
 

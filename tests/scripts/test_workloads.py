@@ -7,7 +7,7 @@ import pytest
 from script_fleet import Fleet, OpenFleet, until
 
 from picker_fleet.domain.request import Outcome
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import name_of
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:

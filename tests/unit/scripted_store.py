@@ -15,6 +15,7 @@ from picker_fleet.state.replies import (
     Notification,
     SettleReply,
     SweepReply,
+    Verdict,
 )
 
 POOL = PoolState(
@@ -102,6 +103,10 @@ class ScriptedStore:
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[Any]:
         self.cancelled.append((request_id, why))
         return answered("ended")
+
+    def expire(self, request_id: str, attempt: int) -> asyncio.Future[Any]:
+        self.cancelled.append((request_id, "expired"))
+        return answered(Verdict.EXPIRED)
 
     async def note_change(self, text: str) -> None:
         self.noted.insert(0, text)

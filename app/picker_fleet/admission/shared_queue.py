@@ -40,7 +40,7 @@ from picker_fleet.scheduling.forecasts import MetLoads
 from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.replies import AnyVerdict, Notification, Placed, Queued, Refused, Renewal, Verdict
 from picker_fleet.state.schema import Refusal
-from picker_fleet.state.store import Store, parse_verdict
+from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -382,10 +382,9 @@ class SharedQueue:
         """Report an expired request to Redis. Returns GRANTED if Redis granted it first, else EXPIRED, or the
         refusal of the tenant's limit for which the request waited."""
         # The store sends the expiry to Redis even if this method no longer waits for the answer.
-        expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
+        expiry = self._store.expire(waiter.request.id, waiter.attempt)
         await asyncio.wait((expiry,), timeout=_EXPIRY_ANSWER_S)
-        answer = expiry.result() if expiry.done() and expiry.exception() is None else ""
-        return parse_verdict(answer) if answer.startswith(("granted", "refused")) else Verdict.EXPIRED
+        return expiry.result() if expiry.done() and expiry.exception() is None else Verdict.EXPIRED
 
     def dequeued(self, attempts: int, successes: int) -> None:
         """Record that Redis, in a call of this replica, tried to dispatch queued requests of any replica."""

@@ -8,7 +8,7 @@ request. The scripts' headers explain each reply. Times are seconds unless their
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from picker_fleet.state.schema import Refusal
 
@@ -60,6 +60,11 @@ NOTIFIED: Mapping[str, Verdict] = {  # the verdicts that a notification may brin
 }
 
 
+def name_of(verdict: AnyVerdict) -> str:
+    """The word that scripts and traces use for `verdict`."""
+    return verdict.value if isinstance(verdict, Verdict) else type(verdict).__name__.lower()
+
+
 @dataclass(slots=True)
 class Notification:
     """The queue's verdict on a waiting request of this replica. `attempt`: set only if Placed."""
@@ -74,6 +79,7 @@ FaultReply = Literal["ejected", "down", "noted", "unknown"]
 TombstoneReply = Literal["stored", "back"]
 PrefilledReply = Literal["released", "unknown"]
 SuspicionReply = Literal["suspected", "waiting", "unknown"]
+CancelReply = Literal["ended", "foreign", "unknown"]
 MarkReply = Literal["marked", "ejected", "unknown"]
 EvictReply = Literal["evicted", "running", "unknown"]
 EndKind = Literal["settled", "left", "unknown"]
@@ -86,6 +92,11 @@ class SettleReply:
 
     kind: EndKind
     model: str = ""
+
+    @classmethod
+    def parse(cls, reply: str) -> "SettleReply":
+        kind, _, model = reply.partition(" ")
+        return cls(cast(EndKind, kind), model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from picker_fleet.state.reads import QueueSnapshots, Reads, Usage, fields_of
 from picker_fleet.state.replies import (
     NOTIFIED,
     AnyVerdict,
+    CancelReply,
     Dispatched,
-    EndKind,
     Event,
     EvictReply,
     FaultReply,
@@ -66,11 +66,6 @@ _NODES_AT_ONCE = 100  # tenants' nodes that a call changes, in well below 5 ms
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # like `completed`; also: the request's endpoint is healthy
 _ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
-
-
-def name_of(verdict: AnyVerdict) -> str:
-    """The word that scripts and traces use for `verdict`."""
-    return verdict.value if isinstance(verdict, Verdict) else type(verdict).__name__.lower()
 
 
 def parse_verdict(reply: str) -> AnyVerdict:
@@ -115,9 +110,8 @@ def parse_notification(what: str, about: str) -> Notification | None:
     return Notification(about, verdict) if verdict is not None else None
 
 
-def parse_settled(reply: str) -> SettleReply:
-    kind, _, model = reply.partition(" ")
-    return SettleReply(cast(EndKind, kind), model)
+def _parse_expiry(reply: str) -> AnyVerdict:
+    return parse_verdict(reply) if reply.startswith(("granted", "refused")) else Verdict.EXPIRED
 
 
 class Store:
@@ -246,7 +240,7 @@ class Store:
         known = ("" if each is None else each for each in (actual, answer_tokens, prompt_size))
         packed = PACKED_USAGE.pack(*usage) if usage else ""
         args = (request_id, _ANSWERED if answered else outcome.value, *known, packed)
-        return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
+        return self._client.submit("settle", args, SettleReply.parse, durable=True, urgent=urgent)
 
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
         """Report a failed attempt of a request. `flow` is the request's flow, '' if unknown."""
@@ -271,12 +265,16 @@ class Store:
         endpoint's next metrics pages."""
         return self._client.submit("report_client_gone", (request_id,))
 
-    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[str]:
-        """Cancel a request; `why`: cancelled, expired, withdrawn. The call repeats until Redis accepts it.
-        The answer to `expired` is `granted` if the request was granted first, else a verdict, or unknown."""
+    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
+        """Cancel a request; `why`: cancelled, withdrawn. The call repeats until Redis accepts it."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
-    def return_grant(self, request_id: str) -> asyncio.Future[str]:
+    def expire(self, request_id: str, attempt: str) -> asyncio.Future[AnyVerdict]:
+        """End a request past its deadline. The answer is EXPIRED, GRANTED if Redis granted it first, or the
+        refusal of the tenant's limit for which it waited. The call repeats until Redis accepts it."""
+        return self._client.submit("cancel", (request_id, attempt, "expired"), _parse_expiry, durable=True)
+
+    def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
         """Give back a grant that no stream waits for. If this call is lost, Redis repeats the grant."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 

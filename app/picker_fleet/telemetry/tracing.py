@@ -28,8 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from picker_fleet.domain.request import Completion, InferenceRequest, Placement
 from picker_fleet.domain.sections import Tracing
-from picker_fleet.state.replies import AnyVerdict, Queued, SettleReply
-from picker_fleet.state.store import name_of
+from picker_fleet.state.replies import AnyVerdict, Queued, SettleReply, name_of
 
 _HEADER = "traceparent"
 _EXPORT_S = 2  # timeout of an export in the background; a failed export loses its spans
