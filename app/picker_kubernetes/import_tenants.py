@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from picker_fleet.domain.allowlist import FAIRNESS_ID, is_custom
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError
-from picker_fleet.domain.tenants import Limit, Node, Price, path_fault
+from picker_fleet.domain.tenants import Budget, Limit, Node, Price, is_never_reached, path_fault
 from picker_kubernetes.import_result import Imported, listed, mapping, mappings
 
 Object = Mapping[str, Any]
@@ -103,20 +103,21 @@ def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
                 if node[kind] > parent[kind]:
                     node[kind] = parent[kind]
                     yield path
-            limits = _limits(parent).values()
-            for kind, limit in _limits(node).items():
-                if any(map(limit.is_never_reached_below, limits)):
+            others = _bounds(parent).values()
+            for kind, bound in _bounds(node).items():
+                if any(is_never_reached(bound, other) for other in others):
                     del node[kind]
                     yield path
 
 
-def _limits(amounts: Mapping[Kind, float]) -> dict[Kind, Limit]:
-    """Those limits among `amounts` that have a rate; they need not be valid."""
-    made: Callable[..., Limit] = Limit.model_construct
+def _bounds(amounts: Mapping[Kind, float]) -> dict[Kind, Limit | Budget]:
+    """Those limits and budgets among `amounts` that have a period; they need not be valid."""
+    limit: Callable[..., Limit] = Limit.model_construct
+    budget: Callable[..., Budget] = Budget.model_construct
     return {
-        (unit, per): made(per=per, **{unit: amount})
+        (unit, per): budget(units=amount, period=per) if unit == "units" else limit(per=per, **{unit: amount})
         for (unit, per), amount in amounts.items()
-        if per in _PER.values()
+        if per
     }
 
 

@@ -37,7 +37,7 @@ TEAMS = [
 KEYS = {
     "keys": [
         {"token": "88dc", "key_alias": "ci/nightly", "team_id": "13e8", "tpm_limit": 100, "tpd_limit": 99000,
-         "rpm_limit": 2,
+         "rpm_limit": 2, "max_budget": 100, "budget_duration": "1mo",
          "soft_budget": 5, "metadata": {"model_tpm_limit": {"gpt-4": 1}, "owner": "x"}},
         {"token": "99ab", "key_alias": None, "team_id": "13e8", "spend": 3, "blocked": None},
         {"token": "77cd", "key_alias": "batch", "team_id": None, "budget_id": "free",
@@ -79,7 +79,7 @@ def test_litellms_teams_and_keys_become_nodes_with_their_limits() -> None:
             "limits": [{"requests": 4, "per": "1m"}, {"answer_tokens": 20, "per": "1m"}],
             "max_parallel_requests": 10, "budget": {"units": 2.5, "period": "day"},
         },
-        # The key's 100 tokens a minute and 99000 a day exceed the team's 20 a minute.
+        # The key's 100 tokens a minute, 99000 a day and $100 a month exceed the team's 20 and $2.5 a day.
         "search/ci_nightly": reject | {
             "limits": [{"requests": 2, "per": "1m"}, {"answer_tokens": 20, "per": "1m"}]},
         "batch": reject | {"limits": [{"requests": 7, "per": "1m"}, {"answer_tokens": 9000, "per": "1d"}]},

@@ -91,6 +91,14 @@ def tree(*nodes: dict[str, Any]) -> Tree:
         {"nodes": [node(budget=BUDGET), node("acme/a", budget={**BUDGET, "units": 6.5})]},
         "node acme/a: its limit of 6.5 budget units per day is above the limit of acme, 5.0",
     ),
+    "a budget that one of a longer period precedes": (
+        {"nodes": [node(budget={**BUDGET, "period": "week"}), node("acme/a", budget={**BUDGET, "units": 6})]},
+        "node acme/a: its limit of 6 budget units per day is never reached: acme has a limit of 5 budget uni",
+    ),
+    "a budget that one of a shorter period precedes": (
+        {"nodes": [node(budget=BUDGET), node("acme/a", budget={"units": 156, "period": "month"})]},
+        "node acme/a: its limit of 156 budget units per month is never reached: acme has a limit of 5 budget",
+    ),
     "a long separator": ({"separator": "::"}, "tenants.separator: "),
     "a letter as separator": ({"separator": "a"}, "tenants.separator: must be one character: no letter"),
     "a header that is not trusted": ({"headers": ["x-team"]}, "trusted_headers does not name x-team"),
@@ -109,6 +117,13 @@ def test_a_nodes_limit_may_exceed_a_limit_above_it_that_has_another_period(limit
     assert len(tree(node(limits=[LIMIT]), node("acme/a", limits=[limit])).nodes) == 2
 
 
+@pytest.mark.parametrize(("period", "units"), [("day", 5), ("week", 35), ("month", 155)])
+def test_a_budget_may_be_as_high_as_the_days_of_its_period_allow(period: str, units: float) -> None:
+    assert (
+        len(tree(node(budget=BUDGET), node("acme/a", budget={"units": units, "period": period})).nodes) == 2
+    )
+
+
 def test_tenants_need_flows() -> None:
     queue = {"fair_request_queue": {"fairness": "none"}}
     assert "fairness none keeps no flows apart, so tenants" in fault({"tenants": {}, **queue})
@@ -125,6 +140,14 @@ def test_a_million_nodes_are_refused_before_they_are_read() -> None:
         "tenants.nodes: 1000000 nodes; at most 10000 (the next would be acme/10000)"
     )
     assert time.thread_time() - began_s < 10
+
+
+def test_the_error_for_a_file_of_a_million_nodes_names_the_node_at_its_limit() -> None:
+    text = "\n".join(f"- {{path: acme/key-{number}}}" for number in range(1_000_000))
+    with pytest.raises(FileFault, match=r"is longer than 4 MiB at the node acme/key-\d+$") as raised:
+        nodes_in(text, parse({}))
+    node_at_limit = str(raised.value).rpartition(" ")[2]
+    assert 4 * 2**20 - 60 < text.index(f"{node_at_limit}}}") < 4 * 2**20
 
 
 @cases("path, expected", {

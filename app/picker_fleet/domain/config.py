@@ -49,6 +49,7 @@ OF_PROCESS: Final = (
     "tracing",
 )
 _MAX_YAML_CHARS = 4 * 2**20  # parsing this many takes several seconds
+_NODE_PATH = re.compile(r"\bpath\"?: *\"?([^\s\",}]+)[\s\",}]")
 _MAX_YAML_DEPTH = 100
 SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
@@ -540,7 +541,10 @@ def read_yaml(text: str) -> object:
         YamlFault: the text is too long, cannot be parsed, has a key twice, or nests too deeply.
     """
     if len(text) > _MAX_YAML_CHARS:
-        raise YamlFault(f"is longer than {_MAX_YAML_CHARS // 2**20} MiB")
+        # Only a list of tenants grows this long: name the node at which the text becomes too long.
+        paths = _NODE_PATH.findall(text, _MAX_YAML_CHARS - 4096, _MAX_YAML_CHARS)
+        where = f" at the node {paths[-1][:60]}" if paths else ""
+        raise YamlFault(f"is longer than {_MAX_YAML_CHARS // 2**20} MiB{where}")
     try:
         depth = 0
         for event in yaml.parse(text, Loader=SafeLoader):  # libyaml's loader would overflow the stack

@@ -35,6 +35,14 @@ _PER_MS: Final = {"1s": 1000, "1m": 60_000, "1h": 3_600_000, "1d": 86_400_000}
 # Names of limits' periods by their milliseconds; `parallel` has no period. A budget's period is its name.
 PERIODS: Final = {"0": "", **{str(ms): name for name, ms in _PER_MS.items()}}
 
+# How many periods of the second kind, at most, a period of the first kind meets in the calendar.
+_PERIODS_MET: Final = {
+    ("week", "day"): 7,
+    ("week", "month"): 2,
+    ("month", "day"): 31,
+    ("month", "week"): 6,
+}
+
 Amount = Annotated[int, Field(strict=True, gt=0, le=_MOST)]
 Units = Annotated[float, Field(strict=True, gt=0, le=_MOST)]
 UnitPrice = Annotated[float, Field(strict=True, ge=0, le=1e6)]  # cost units a token
@@ -78,18 +86,27 @@ class Limit(Section):
     def most_at_once(self) -> int:
         return self.amount if self.burst is None else self.burst
 
-    def is_never_reached_below(self, above: "Limit") -> bool:
-        """Whether requests reach the limit `above`, of a node above, first: its rate and burst are lower."""
-        counts_all = above.unit == self.unit or (above.unit == "tokens" and self.unit != "requests")
-        is_faster = self.amount * above.per_ms > above.amount * self.per_ms
-        return counts_all and is_faster and self.most_at_once > above.most_at_once
-
 
 class Budget(Section):
     """At most `units` of cost in each calendar period (UTC; a week begins on Monday)."""
 
     units: Units
     period: Literal["day", "week", "month"]
+
+    def __str__(self) -> str:
+        return f"{self.units:.15g} budget units per {self.period}"
+
+
+def is_never_reached(own: Limit | Budget, above: Limit | Budget) -> bool:
+    """Whether requests reach the limit `above`, of a node above, before the limit `own` of a node."""
+    match own, above:
+        case Limit(), Limit():
+            counts_all = above.unit == own.unit or (above.unit == "tokens" and own.unit != "requests")
+            is_faster = own.amount * above.per_ms > above.amount * own.per_ms
+            return counts_all and is_faster and own.most_at_once > above.most_at_once
+        case Budget(), Budget():
+            return own.units > above.units * _PERIODS_MET.get((own.period, above.period), 1)
+    return False
 
 
 class Node(Section):
@@ -116,6 +133,9 @@ class Node(Section):
 
     def limit(self, unit: str, per_ms: int) -> Limit | None:
         return next((each for each in self.limits if (each.unit, each.per_ms) == (unit, per_ms)), None)
+
+    def bounds(self) -> tuple[Limit | Budget, ...]:
+        return self.limits if self.budget is None else (*self.limits, self.budget)
 
     def amounts(self) -> dict[str, float]:
         """The amount of each limit and of the budget, by a name such as `tokens per 1m`."""
@@ -311,8 +331,8 @@ class Tree:
                 if amount > others.get(what, amount):
                     told = f"its limit of {amount} {what} is above the limit of {above}, {others[what]}"
                     return f"node {node.path}: {told}"
-            for limit, other in itertools.product(node.limits, () if parent is None else parent.limits):
-                if limit.is_never_reached_below(other):
+            for limit, other in itertools.product(node.bounds(), () if parent is None else parent.bounds()):
+                if is_never_reached(limit, other):
                     told = f"its limit of {limit} is never reached: {above} has a limit of {other}"
                     return f"node {node.path}: {told}"
         return ""
