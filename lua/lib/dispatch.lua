@@ -152,7 +152,7 @@ end
 local function is_short_of_balance(r)
   local member, wait_ms, is_over_burst = quotas.lacking(r)
   if is_over_burst then
-    end_and_notify(r, NOTIFY_EVICTED)
+    end_and_notify(r, NOTIFY_EVICTED, true)
   elseif member then
     queue.wait_for_balance(r, member, wait_ms)
   end

@@ -159,14 +159,10 @@ local function expire(r)
   return refusal or NOTIFY_EXPIRED
 end
 
--- End a queued request and notify its owner: 'expired' (or a refusal and byte 31), 'preempted' or 'evicted'.
-local function end_and_notify(r, event)
-  local notice = event
-  if event == NOTIFY_EXPIRED then
-    notice = expire(r)
-    if notice ~= event then notice = notice .. '\31' end
-  else
-    finish_request(r, event)
-  end
-  notifications.add(r.owner, r.id, notice)
+-- End a queued request and notify its owner: 'expired', 'preempted', 'evicted', or a refusal and byte 31 if a request
+-- that waited for a tenant's limit expired, or may wait no longer (`for_limit`).
+local function end_and_notify(r, event, for_limit)
+  local refusal = (for_limit or event == NOTIFY_EXPIRED) and settings.tenants and quotas.expiry(r)
+  finish_request(r, event)
+  notifications.add(r.owner, r.id, refusal and refusal .. '\31' or event)
 end

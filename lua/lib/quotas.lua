@@ -267,8 +267,8 @@ do -- a chunk may have 200 locals
   end
 
   -- The limits at `uncharged` do not suffice for request r: return a refusal, mark r as demoted, or let r wait (nil). A
-  -- request that `has_waited` for its whole TTL is refused. If several nodes refuse r, the refusal names the limit for
-  -- which r must wait longest.
+  -- request that `has_waited`, and may wait no longer, is refused. If several nodes refuse r, the refusal names the
+  -- limit for which r must wait longest.
   local function exceed(found, uncharged, r, has_waited)
     local longest_s, told = 0, nil
     for _, node in ipairs(found.nodes) do
@@ -351,7 +351,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- The refusal of request r, which has waited for its whole TTL, if r waited for a limit; else nil.
+  -- The refusal of request r, which may wait no longer, if r waits for a limit; else nil.
   function quotas.expiry(r)
     local found = balances_of(r)
     local uncharged = found and tenants.charges(found.shape, r).uncharged

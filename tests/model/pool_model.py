@@ -488,20 +488,22 @@ class PoolModel:
             for priority in self.queue.bands:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
 
-    def _turn_away(self, r: Request, event: str) -> None:
+    def _turn_away(self, r: Request, event: str, *, for_limit: bool = False) -> None:
         """End a waiting request that its client has not cancelled, and notify the request's owner."""
-        notice = self._expire(r) if event == "expired" else event
-        if event != "expired":
+        if for_limit or event == "expired":
+            notice = self._expire(r, event)
+        else:
+            notice = event
             self._finish(r, event)
         self._notify(r, notice + "\x1f" if notice.startswith("refused") else notice)
 
-    def _expire(self, r: Request) -> str:
-        """End a waiting request past its TTL. Returns `expired`, or the refusal of a tenant's limit."""
+    def _expire(self, r: Request, event: str = "expired") -> str:
+        """End a request that may wait no longer. Returns `event`, or the refusal of a tenant's limit."""
         lack = None
         if self.has_tenants and r.id in self.quotas.charges:
             lack = self.quotas.longest_lack(r.id) or self.quotas.holding_up(r.id, self._waits_of(r))
-        reply = self._beyond(lack, r) if lack is not None else "expired"
-        self._finish(r, "expired")
+        reply = self._beyond(lack, r) if lack is not None else event
+        self._finish(r, event)
         return reply
 
     def _waits_of(self, r: Request) -> dict[str, float]:
@@ -565,7 +567,7 @@ class PoolModel:
                 self.queue.throttle(r, r.flow_queue)
             elif self.has_tenants and (lacking := self.quotas.lacking(r.id)):
                 if self.quotas.never_suffices(r.id):
-                    self._turn_away(r, "evicted")
+                    self._turn_away(r, "evicted", for_limit=True)
                 else:
                     self._wait_for_balance(r, *lacking)
             elif self.upper <= 0 or (take > 0 and self.stock + take > self.upper):

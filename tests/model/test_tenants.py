@@ -224,10 +224,11 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
     use(pool, "five", "", "upstream_failed")
     assert change("queue") == 3  # request three is charged instead of request five
     assert pool.those("evicted") == ["two"]  # request two may no longer wait when its turn comes
+    assert any(told.startswith("refused over-limit ") and told.endswith(" two") for told in pool.told["a"])
     assert audit(side.log()).violations == 0
 
 
-def test_a_waiting_request_above_a_lowered_burst_is_evicted_and_others_go_on(side: ScriptSide) -> None:
+def test_a_waiting_request_above_a_lowered_burst_is_refused_and_others_go_on(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000)]}}, **ROOMY)
     pool.admit("one flow=a/x prompt_tokens=30, big flow=a/y prompt_tokens=80, two flow=a/z prompt_tokens=10")
     pool.admit("three flow=a/z prompt_tokens=25")
@@ -235,6 +236,7 @@ def test_a_waiting_request_above_a_lowered_burst_is_evicted_and_others_go_on(sid
     pool.call("set_tenants", "tenants", {"a": json.dumps({"limits": [limit("tokens", 100, 60_000, 50)]})})
     assert pool.granted == ["two"]
     assert "evicted big " in pool.events
+    assert any(told.startswith("refused over-burst 0\x1ftokens 60000 a") for told in pool.told["a"])
     pool.events.clear()
     pool.beat()
     assert pool.events == [], "request three goes on waiting"
@@ -269,5 +271,7 @@ def test_a_new_limit_of_a_tenant_charges_waiting_requests(side: ScriptSide, over
     pool.call("set_tenants", "tenants", {"a": node})
     pool.serve()
     assert pool.granted == ["a0", "a1"]
+    refused = [told.split("\x1f")[1] for told in pool.told["a"] if told.startswith("refused over-limit")]
     assert pool.those("evicted") == ([] if over_limit == "queue" else ["a2"])
+    assert refused == ([] if over_limit == "queue" else ["tokens 60000 a"])
     assert audit(side.log()).violations == 0

@@ -89,7 +89,7 @@ def refusal(
         case Verdict.FOREIGN:
             return RequestIdTaken()
         case Verdict.EVICTED:
-            return Evicted("evicted by an operator or a tenant's changed limit", retry_after_s=retry_after_s)
+            return Evicted("evicted by an operator", retry_after_s=retry_after_s)
 
 
 def _over_limit(limit: str, wait_s: int, tenants: Tree | None) -> str:
