@@ -39,11 +39,12 @@ local function report_fault(args)
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end
     if following then move_placed(r, endpoints.first(following), following) end
+    local mine = is_here and not following and 1 or 0
     if why == 'full' then
-      outliers.full(address, is_here and not following and 1 or 0, tonumber(hold_ms) or 0)
+      outliers.full(address, mine, tonumber(hold_ms) or 0)
     elseif why == 'connect' then
       return is_here and endpoints.is_ready(address) and marks.set('down', true, address) and 'down' or 'noted'
-    elseif outliers.failed(address, id, r and r.flow or flow, why) then
+    elseif outliers.failed(address, id, r and r.flow or flow, why, mine) then
       return 'ejected'
     end
     return 'noted'

@@ -1,6 +1,6 @@
 -- include: dispatch
--- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. An endpoint that answers
--- 429 is limited for some time to the number of requests that it has in flight.
+-- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. A full endpoint, which
+-- answers 429, or 503 while it works on other requests, is limited for some time to its requests in flight.
 -- Uses loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Defines
 -- `outliers` for the functions that report failures and answers, and for the sweep.
 --
@@ -74,6 +74,8 @@ do
     end
   end
 
+  local function is_limited(entry) return entry.cap and entry.cap_until > now_ms end
+
   -- Eject an endpoint. At most eject_percent of the endpoints may be ejected, and never the last ready endpoint.
   local function eject(address, entry, why)
     local ejected = 0
@@ -100,8 +102,10 @@ do
   end
 
   -- Count the failure of a request on an endpoint only once. A request that fails on two endpoints counts against
-  -- neither, since the request itself may crash engines. Return whether this failure has ejected the endpoint.
-  function outliers.failed(address, id, flow, why)
+  -- neither, since the request itself may crash engines. Some engines answer 503 when they are full: an endpoint that
+  -- works on other requests is limited then, not ejected. `mine` is 1 if the failed request still counts among the
+  -- endpoint's requests in flight, else 0. Return whether this failure has ejected the endpoint.
+  function outliers.failed(address, id, flow, why, mine)
     if not (is_on() and endpoints.is_known(address)) then return end
     for other, entry in pairs(endpoints.outliers) do
       for _, failure in ipairs(entry.by) do
@@ -120,6 +124,8 @@ do
     end
     local entry = entry_of(address)
     if not endpoints.is_ready(address) then return end -- the request was placed before the endpoint was closed
+    -- A full endpoint refuses requests, which others then serve; reports of the two may come in either order.
+    if why == 'retried' and not entry.trial and (entry.fulls or is_limited(entry)) then return end
     table.insert(entry.by, {id, flow})
     if #entry.by > MOST_FAILURES then
       local at = 1 -- drop the oldest failure of this flow or of no flow; else the oldest
@@ -130,7 +136,9 @@ do
     end
     entry.at, entry.why = now_ms, why
     put(address, entry)
-    return is_failing(entry) and eject(address, entry, why)
+    if not is_failing(entry) then return end
+    if why ~= '503' or entry.trial or endpoints.in_flight(address) - mine < 1 then return eject(address, entry, why) end
+    outliers.full(address, mine, 0)
   end
 
   -- Record that an endpoint has answered a request of `flow` well. If the endpoint is on trial, its trial has passed.
@@ -156,7 +164,7 @@ do
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)
-    local is_new = not (entry.fulls and entry.cap and entry.cap_until > now_ms)
+    local is_new = not (entry.fulls and is_limited(entry))
     if is_new then entry.fulls = (entry.fulls or 0) + 1 end
     hold_ms = hold_ms > 0 and math.max(LEAST_FULL_MS, math.min(hold_ms, MOST_FULL_MS)) or FULL_MS
     local longer_ms = math.min(hold_ms * 2 ^ math.min(entry.fulls - 1, 30), math.max(settings.eject_most_ms, hold_ms))

@@ -77,9 +77,12 @@ class Outliers(dict[str, Entry]):
     def limit(self, entry: Entry, cap: int, ms: int) -> None:
         entry.cap, entry.cap_until_ms = cap, self._moment.now_ms + ms
 
+    def is_limited(self, entry: Entry) -> bool:
+        return entry.cap is not None and entry.cap_until_ms > self._moment.now_ms
+
     def full(self, entry: Entry, cap: int, hold_ms: int) -> None:
         now_ms = self._moment.now_ms
-        is_new = not (entry.fulls and entry.cap is not None and entry.cap_until_ms > now_ms)
+        is_new = not (entry.fulls and self.is_limited(entry))
         entry.fulls += is_new
         most_ms = max(self._moment.settings["eject_most_ms"], hold_ms)
         longer_ms = min(hold_ms * 2 ** (entry.fulls - 1), most_ms)

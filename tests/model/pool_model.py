@@ -702,7 +702,7 @@ class PoolModel:
         alone = all(r.flow == flow for r in self.in_flight() for flow in flows[:1])
         return len(set(flows)) > 1 or (len(flows) >= MOST_ALONE and entry.elsewhere and alone)
 
-    def _failed(self, address: str, request_id: str, flow: str) -> str:
+    def _failed(self, address: str, request_id: str, flow: str, why: str, mine: int) -> str:
         if address not in self.endpoints.counts:
             return "noted"
         if told := self.outliers.told(request_id):
@@ -717,12 +717,18 @@ class PoolModel:
         if address not in self.endpoints.open:
             return "noted"
         entry = self.outliers.of(address)
+        if why == "retried" and not entry.trial and (entry.fulls or self.outliers.is_limited(entry)):
+            return "noted"
         entry.by.append([request_id, flow])
         if len(entry.by) > MOST_FAILURES:
             entry.forget_one()
         entry.at_ms = self.moment.now_ms
-        may = self.outliers.may_eject(self.endpoints.ready, len(self.endpoints.ejected))
-        if not (self._is_failing(entry) and may):
+        if not self._is_failing(entry):
+            return "noted"
+        if why == "503" and not entry.trial and self.endpoints.counts[address] - mine >= 1:
+            self._is_full(address, mine, 0)
+            return "noted"
+        if not self.outliers.may_eject(self.endpoints.ready, len(self.endpoints.ejected)):
             return "noted"
         self.outliers.eject(entry)
         self._mark("ejected", True, address)

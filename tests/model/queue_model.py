@@ -129,13 +129,14 @@ class QueueModel(PoolModel):
             self._count_refusal(address)
         if r is not None and following:
             self._move(r, following)
+        mine = int(is_here and not following)
         if why == "full":
-            self._is_full(address, int(is_here and not following), hold_ms)
+            self._is_full(address, mine, hold_ms)
         elif why == "connect":
             if is_here and address in self.endpoints.open and self._mark("down", True, address):
                 return "down"
         else:
-            return self._failed(address, id, r.flow if r is not None else flow)
+            return self._failed(address, id, r.flow if r is not None else flow, why, mine)
         return "noted"
 
     @of_each

@@ -74,6 +74,18 @@ def test_failures_of_two_flows_eject_an_endpoint_at_once(it: FailingPool) -> Non
     assert it.admit("only", candidates=E1)[:2] == ["placed", E1]
 
 
+def test_503_limits_an_endpoint_that_works_on_other_requests_and_ejects_an_idle_one(it: FailingPool) -> None:
+    runs, _, *refused = [it.place(E1, E2, flow=f"{number}") for number in range(8)]
+    assert {it.fault(each, E1, "503") for each in refused} == {"noted"}
+    assert it.ejected == set()
+    assert not it.takes(E1)
+    it.call("settle", "a", runs, "answered", "", "", "", "")
+    assert it.takes(E1)
+    # An endpoint that fails on every request soon has none of them in flight.
+    failing = [it.place(E3, E2, flow=flow) for flow in "xyz"]
+    assert [it.fault(each, E3, "503") for each in failing] == ["noted", "noted", "ejected"]
+
+
 def test_failures_of_one_flow_eject_no_endpoint_while_other_flows_run(it: FailingPool) -> None:
     it.place(E4, flow="other")
     assert {it.fails(E1, "x") for _ in range(50)} == {"noted"}
@@ -182,6 +194,8 @@ def test_a_full_endpoint_gets_a_request_for_each_that_ends_until_its_hold_is_ove
         it.fault(passed_on, E3, "full")
         it.fault(passed_on, E3, "retried", flow=flow)
         it.passes(8000)
+        late = it.place(E3, E4, flow=flow)  # the retry is reported before the refusal
+        it.fault(late, E3, "retried", flow=flow)
     assert it.ejected == set()
     # If all endpoints are full, requests wait in the queue.
     for address in (E1, E2, E3, E4):
