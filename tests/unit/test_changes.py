@@ -27,6 +27,7 @@ from picker_fleet.domain.errors import ConfigError, StartupError, StateUnavailab
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.fleet.live_config import LIVE
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.logs import OneASecond
 
 SECRETIVE = parse(
     {
@@ -336,6 +337,16 @@ async def test_each_change_is_logged_and_listed_with_its_operator(
     lines = [record.getMessage() for record in caplog.records if "change by" in record.message]
     assert len(lines) == 2
     assert all("bob" in line and "\u202e" not in line for line in lines)
+
+
+async def test_the_log_leaves_out_no_change_of_several_in_a_second(
+    store: ScriptedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.handler.addFilter(OneASecond())
+    async with client_at(api(store=store), LOCAL, "http://127.0.0.1:8081") as http:
+        for call in ("pause", "resume", "pause"):
+            await http.post(f"/api/v1/{call}")
+    assert [line.message.split("'")[1][-6:] for line in caplog.records] == ["/pause", "resume", "/pause"]
 
 
 async def test_a_change_that_redis_does_not_confirm_is_listed_as_unknown(

@@ -28,6 +28,7 @@ from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.replies import HeartbeatReply, Refused, Verdict
 from picker_fleet.state.schema import Refusal
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.logs import OneASecond
 
 LEADER = cast(HeartbeatReply, Mock(leader=True, epoch="1"))
 FOLLOWER = cast(HeartbeatReply, Mock(leader=False, epoch="1"))
@@ -404,6 +405,19 @@ async def test_the_leader_alone_publishes_the_tenants_nodes_that_have_changed() 
         own.found(nodes)
         await own.publish(LEADER)
     assert [each["change"] for each in shared.noted] == ["1200 nodes of tenants", "1 nodes of tenants"]
+
+
+async def test_the_log_has_the_old_and_new_settings_of_each_changed_node(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.handler.addFilter(OneASecond())
+    nodes = nodes_of(Nodes(), node("a0"))
+    await nodes.publish(LEADER)
+    nodes.found([Node(path=f"a{number}", weight=number) for number in range(1, 200)])
+    await nodes.publish(LEADER)
+    lines = [line.message for line in caplog.records]
+    assert len(lines) == 200
+    assert lines[-1] == ('change by configuration: tenant "a99": {"old": "", "new": "{\\"weight\\":99.0}"}')
 
 
 async def test_without_tenants_no_nodes_are_published_or_read() -> None:

@@ -23,6 +23,7 @@ from picker_fleet.domain.units import without_secrets
 from picker_fleet.fleet import live_config
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.logs import AUDIT
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
@@ -35,7 +36,7 @@ _PATCH: dict[str, Any] = {
     "weights": {"gold": 3.0},
 }
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(AUDIT)
 
 RequestId = Annotated[str, Path(description="its `x-request-id`", examples=["4f1d-9c"])]
 Address = Annotated[

@@ -17,9 +17,10 @@ from picker_fleet.domain.tenants import Node, Tree
 from picker_fleet.endpoints.discovery import FileFault, WatchedFile
 from picker_fleet.state.replies import HeartbeatReply
 from picker_fleet.state.store import Store
+from picker_fleet.telemetry.logs import AUDIT
 
-_MOST_DETAIL = 4000  # characters of a change's record
-_log = logging.getLogger(__name__)
+_MOST_DETAIL = 4000  # characters of a change's entry in the list of changes
+_log = logging.getLogger(AUDIT)
 
 
 class TenantNodes:
@@ -56,13 +57,21 @@ class TenantNodes:
         changes = dict(sorted((dict.fromkeys(former, "") | own).items() - former.items()))
         await self._store.set_tenants("tenants", changes)
         is_first, self._published = self._published[0] != pulse.epoch, (pulse.epoch, own)
-        if changes and (former or not is_first):  # record them, as the admin API records operators' changes
-            told = {path: {"old": former.get(path, ""), "new": text} for path, text in changes.items()}
-            detail = json.dumps(told)[:_MOST_DETAIL]
-            change = {"at": time.time(), "by": self._source, "address": "", "outcome": "made"}
-            change |= {"change": f"{len(changes)} nodes of tenants", "detail": detail}
-            _log.warning("change by %s: %s: %a", self._source, change["change"], detail)
-            await self._store.note_change(json.dumps(change))
+        if changes and (former or not is_first):
+            await self._record(former, changes)
+
+    async def _record(self, former: Mapping[str, str], changes: Mapping[str, str]) -> None:
+        """Record changed nodes, as the admin API records operators' changes: the log gets each node, the list
+        of changes, which keeps 200 entries, one entry that names the first nodes."""
+        texts = []
+        for path, text in changes.items():
+            await asyncio.sleep(0)  # requests must not wait while 10 000 nodes are logged
+            texts.append(f"{json.dumps(path)}: {json.dumps({'old': former.get(path, ''), 'new': text})}")
+            _log.warning("change by %s: tenant %s", self._source, texts[-1])
+        change = {"at": time.time(), "by": self._source, "address": "", "outcome": "made"}
+        change["change"] = f"{len(changes)} nodes of tenants"
+        change["detail"] = f"{{{', '.join(texts)}}}"[:_MOST_DETAIL]
+        await self._store.note_change(json.dumps(change))
 
     async def follow(self, epoch: str) -> Tree | None:
         """The nodes in force, if they have changed, else None. Restores live changes that the shared state,

@@ -24,6 +24,7 @@ from picker_fleet.scheduling.explain import Explanation
 
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # operators filter log lines by this logger name
 POOL: Final = ContextVar("pool", default="")  # the running task's pool, if there are several pools
+AUDIT: Final = "picker_fleet.audit"  # name of the logger of changes by operators and of the configuration
 _MAX_KINDS = 1000
 _REFUSALS_PER_S = 5  # maximum lines a second for one refusal code, so that refusals do not flood the log
 
@@ -112,7 +113,8 @@ class OneASecond(logging.Filter):
 
     A kind is a pair of logger and unformatted message. The field `left_out` counts the records dropped since
     the kind's last line. If no further record comes, the first dropped record is written a second later.
-    `clock` returns seconds. Records below INFO and decision lines, which `DecisionLines` limits, always pass.
+    `clock` returns seconds. Records below INFO, records of changes (AUDIT) and decision lines, which
+    `DecisionLines` limits, always pass.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,7 +124,7 @@ class OneASecond(logging.Filter):
         self._kinds: dict[tuple[str, object], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.INFO or record.name == _log.name:
+        if record.levelno < logging.INFO or record.name in (AUDIT, _log.name):
             return True
         kind, now_s = (record.name, record.msg), self._clock()
         written_s, left_out = self._kinds.get(kind, (-math.inf, 0))
