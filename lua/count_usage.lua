@@ -10,11 +10,13 @@
 -- args[2] the batch's number: a replica sends its next batch for an hour only after the reply to the last
 -- args[3] the hour, in hours since 1970
 -- args[4] 1: the replica stops after this batch; else 0
--- args[5] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
+-- args[5] the hour of the replica's batch before this one; 0 if there is none
+-- args[6] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
 --
--- Returns 'counted', or 'known' for a repeated batch. Either call stores `args[2] TIME_MS args[4]` for the replica.
+-- Returns 'counted', or 'known' for a repeated batch. Either call stores `args[2] TIME_MS args[4]` for the replica. If
+-- Redis has lost the replica's batch before this one, the call stores for the replica '' when it noticed the loss.
 
-local ROW, FIRST, FIGURES = 8, 5, 6
+local ROW, FIRST, FIGURES = 8, 6, 6
 local MOST_ROWS = 100000
 local MOST_IN_ALL = 1000000
 local KEPT_HOURS = 840
@@ -73,9 +75,12 @@ local function count_usage(args)
   local name = key.usage(hour)
   local last, rows = read('HGET', name, mark), read('HLEN', name)
   local known = last and string.match(last, '^%S+') == args[2]
+  local former = args[5] == hour and last or read('HGET', key.usage(args[5]), mark)
+  local has_lost = tonumber(string.match(former or '', '^%d+') or 0) < args[2] - 1
   if not last then rows = rows + 1 end
   if not known then rows = rows + add_usage(name, args, rows) end
   defer_write('HSET', name, mark, args[2] .. ' ' .. exact(now_ms) .. ' ' .. args[4])
+  if has_lost then defer_write('HSET', name, '\30', '0 ' .. exact(now_ms) .. ' 1') end
   if tonumber(read('HGET', key.usage_hours, hour) or 0) ~= rows then note_usage_hour(hour, rows) end
   commit_writes()
   return known and 'known' or 'counted'

@@ -70,7 +70,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "evict": ("a", "waits"),
     "set_tenants": ("a", "tenants", "acme", "{}"),
     "top_up_tenant": ("a", "acme", "tokens", "60000", 1, "id"),
-    "count_usage": ("a", 1, 490_896, 0, "acme", "llama", 1, 0, 1, 0, 1, 2.0),
+    "count_usage": ("a", 1, 490_896, 0, 0, "acme", "llama", 1, 0, 1, 0, 1, 2.0),
     "heartbeat": ("a", "{}", 60_000, "0a"),
     "publish_changes": ("a", "e", "f", "b:1", OPEN),
     "tune": ("a", '{"paused": 1}', "{}"),

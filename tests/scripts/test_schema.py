@@ -148,7 +148,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
             await look()
             await a.sweep()
         usage = Usage(1, 0, 1, 0, 1, 2.0)
-        await a.store.count_usage(1, 490_896, {("acme/a", "llama"): usage}, leaves=False)
+        await a.store.count_usage(1, 490_896, 0, {("acme/a", "llama"): usage}, leaves=False)
         await look()
         # A request's only candidate is an endpoint at its limit.
         await publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)

@@ -83,6 +83,25 @@ async def test_the_export_names_each_replica_that_stopped_without_leaving(fleet:
         assert "replica dead stopped" in (await exported(a))[0]["note"]
 
 
+async def test_the_export_says_before_which_time_redis_lost_usage(fleet: OpenFleet) -> None:
+    async with fleet("a", "b") as (it, a, b):
+        meters = {a: UsageMeter(a.store, {}), b: UsageMeter(b.store, {})}
+        await a.beat()
+        hour = a.store.now_ms() // HOUR_MS
+        for replica, hours in ((a, 1), (b, 0), (b, 0), (a, 0), (a, 0), (b, 1), (a, 1)):
+            replica.store.now_ms = lambda hours=hours: (hour + hours) * HOUR_MS  # type: ignore[method-assign]
+            await meters[replica].flush()
+        assert not [row for row in await exported(a) if "lost" in row["note"]]
+        # A replica of Redis that takes over may lack the last writes.
+        await it.redis.hset(it.keys.usage(hour + 1), "\x1ea", "2 0 0")
+        await meters[a].flush()
+        notes = [row["note"] for row in await exported(a)]
+        assert [note[:30] for note in notes if "lost" in note] == ["Redis lost data: usage before "]
+        await it.redis.delete(it.keys.usage(hour), it.keys.usage(hour + 1), it.keys.usage_hours)
+        await meters[b].flush()
+        assert any("Redis lost data" in row["note"] for row in await exported(a))
+
+
 async def test_the_usage_of_a_large_hour_is_exported_in_parts_and_in_order(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         hour = a.store.now_ms() // HOUR_MS

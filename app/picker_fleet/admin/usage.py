@@ -79,14 +79,18 @@ class UsageExport:
     def _losses(
         self, hour: int, marks: Mapping[str, UsageMark], after: Mapping[str, UsageMark]
     ) -> Iterator[Row]:
-        """A row for each replica that stopped in the hour without leaving the fleet."""
+        """A row if Redis lost usage, and a row for each replica that stopped in the hour without leaving."""
+        lost = marks.get("")
+        if lost is not None:
+            note = f"Redis lost data: usage before {_text_of(lost.sent_ms, 'milliseconds')} may be missing"
+            yield Row(hour, "", "", _NONE, note)
         silent_ms = self._store.now_ms() - int(self._leases.replica_silence * 1000)
         for replica, mark in sorted(marks.items()):
             goes_on = replica in after or mark.sent_ms >= min((hour + 1) * HOUR_MS, silent_ms)
             if not (mark.left or goes_on):
                 since, interval = _text_of(mark.sent_ms, "milliseconds"), f"{self._leases.heartbeat:g} s"
                 note = f"replica {replica} stopped: usage may be missing, of up to {interval} after {since}"
-                yield Row(hour, "", "", _NONE, note)
+                yield Row(hour, "", "", _NONE, f"{note}, or of an outage of Redis that began then")
 
 
 def _text_of(ms: int, precision: str = "seconds") -> str:

@@ -2,7 +2,8 @@
 
 Each heartbeat adds the counts to the shared state, by hour, leaf (flow) and model (lua/count_usage.lua). A
 batch is sent until Redis has answered, and Redis counts a repeated batch once. So a replica that dies loses
-the counts since its last heartbeat; nothing else is lost. Only fleets with tenants count usage.
+the counts that it has not sent, and Redis may lose counts; the export says where. Only fleets with tenants
+count usage.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ _OTHERS = "", ""
 class Batch(NamedTuple):
     number: int
     hour: int
+    former: int  # hour of the batch before; 0 for the first batch
     rows: dict[tuple[str, str], Usage]
 
 
@@ -42,7 +44,7 @@ class UsageMeter:
         self._hours: dict[int, dict[tuple[str, str], list[float]]] = {}
         self._rows = 0
         self._batch: Batch | None = None  # the batch sent last, until Redis has answered
-        self._batches = 0
+        self._last = Batch(0, 0, 0, {})  # the batch made last
         self._sending = asyncio.Lock()
 
     def count(self, completion: Completion, leaf: str, model: str) -> None:
@@ -75,17 +77,18 @@ class UsageMeter:
             while True:
                 batch = self._batch = self._batch or self._next_batch()
                 is_last = leaves and not self._hours
-                await self._store.count_usage(batch.number, batch.hour, batch.rows, leaves=is_last)
+                await self._store.count_usage(*batch, leaves=is_last)
                 self._batch = None
                 if not self._hours:
                     return
 
     def _next_batch(self) -> Batch:
-        self._batches += 1
         hour = next(iter(self._hours), 0)
         counts = self._hours.get(hour, {})
         rows = {names: Usage._make(counts.pop(names)) for names in list(islice(counts, _BATCH_ROWS))}
         self._rows -= len(rows)
         if not counts:
             self._hours.pop(hour, None)
-        return Batch(self._batches, hour or self._store.now_ms() // HOUR_MS, rows)
+        hour = hour or self._store.now_ms() // HOUR_MS
+        self._last = Batch(self._last.number + 1, hour, self._last.hour, rows)
+        return self._last

@@ -428,11 +428,12 @@ class Store:
         return str(await self._client.command("HGET", self.keys.pool, "tenants_version") or "")
 
     async def count_usage(
-        self, batch: int, hour: int, rows: Mapping[tuple[str, str], Usage], *, leaves: bool
+        self, batch: int, hour: int, former: int, rows: Mapping[tuple[str, str], Usage], *, leaves: bool
     ) -> None:
-        """Add a batch of usage, by (leaf, model), to an hour; a repeated batch counts once."""
+        """Add a batch of usage, by (leaf, model), to an hour; a repeated batch counts once. `former`: the
+        hour of the batch before; 0 for the first batch."""
         texts = [text for names, usage in rows.items() for text in (*names, *map(repr, usage))]
-        await self._client.call("count_usage", self._replica, batch, hour, int(leaves), *texts)
+        await self._client.call("count_usage", self._replica, batch, hour, int(leaves), former, *texts)
 
     async def tenant_settings(self, path: str) -> tuple[str, str]:
         """The JSON of a node's settings in the configuration, and of an operator's change; '' for none."""
