@@ -63,6 +63,7 @@ def tree(*nodes: dict[str, Any]) -> Tree:
     "a longer path than a flow": ({"nodes": [node("a" * 128 + "/" + "b" * 128)]}, "is longer than 256 bytes"),
     "nine levels": ({"nodes": [node("1/2/3/4/5/6/7/8/9")]}, "has 9 levels; at most 8"),
     "a control character": ({"nodes": [node("a\x1fb")]}, "contains a control character"),
+    "a pattern": ({"nodes": [node("acme/key-*")]}, "node 'acme/key-*': '*' must be a whole segment (acme/*)"),
     "a * within": ({"nodes": [node("acme/*/key")]}, "'*' stands only in the last segment"),
     "an unknown member": ({"nodes": [node(children=[])]}, "nodes.0 (acme).children: unknown key"),
     "a limit of no unit": ({"nodes": [node(limits=[{"per": "1m"}])]}, "tenants.nodes.0 (acme).limits.0: "),

@@ -271,6 +271,8 @@ def path_fault(path: str, separator: str) -> str:
     for segment in segments:
         if not segment.strip():
             return "has an empty segment"
+        if _ANY in segment and segment != _ANY:
+            return f"'*' must be a whole segment (acme{separator}*)"
     if _ANY in segments[:-1] and set(segments) != {_ANY}:
         levels = separator.join((_ANY, _ANY))
         return f"'*' stands only in the last segment (acme{separator}*), or in all of them ({levels})"
