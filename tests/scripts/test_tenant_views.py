@@ -167,6 +167,8 @@ async def test_a_change_of_a_node_and_a_top_up_are_in_force_at_once_and_name_bot
         assert (shown.waits, shown.queued) == (False, 0)  # no request waits: r2 runs
         with pytest.raises(Refused, match="no limit of requests per 1h"):
             await views.top_up(call, "acme", models.TopUp(unit="requests", per="1h", amount=1))
+        with pytest.raises(Refused, match="acme/\\* stands for other nodes"):
+            await views.top_up(call, "acme/*", models.TopUp(unit="tokens", per="1m", amount=1))
 
         body: Any = {"over_limit": "reject", "limits": [{"tokens": 10, "per": "1m"}]}
         put = await views.put(call, "acme/k", body)

@@ -145,8 +145,11 @@ class TenantTree:
         return change
 
     async def top_up(self, request: Request, path: str, asked: models.TopUp) -> models.TenantChange:
-        """Lower the used part of a limit. Raises Refused (404) if the node has no such limit."""
+        """Lower the used part of a limit. Raises Refused (404) if the node has no such limit, or no balances,
+        since its path ends in `*`."""
         self.tree()
+        if path.endswith("*"):
+            raise Refused(404, "unknown_limit", f"{path} stands for other nodes; top up one of them")
         kind = asked.unit, next((ms for ms, name in PERIODS.items() if name == asked.per), asked.per)
         (row,) = await self._store.reads.tenants([path])
         left = await self._store.top_up_tenant(path, *kind, asked.amount)
