@@ -154,16 +154,21 @@ class _LiteLlm:
         self._token_unit = _TOKEN_UNITS.get(str(self._settings.get("token_rate_limit_type")), "tokens")
         self._result = result
         self._left_out: defaultdict[str, list[str]] = defaultdict(list)  # start of a remark -> paths of nodes
-        pages = [tree["total_pages"] for tree in trees if isinstance(tree, Mapping) and "total_pages" in tree]
-        if any(isinstance(total, int) and total > len(pages) for total in pages):
-            result.remarks.append(f"keys: only {len(pages)} of {pages[0]} pages of /key/list are given")
+        for kind in ("team", "key"):
+            answers = [tree for tree in trees if isinstance(tree, Mapping) and f"{kind}s" in tree]
+            pages = [answer["total_pages"] for answer in answers if "total_pages" in answer]
+            if any(isinstance(total, int) and total > len(pages) for total in pages):
+                told = f"{kind}s: only {len(pages)} of {pages[0]} pages of /{kind}/list are given"
+                result.remarks.append(told)
 
     def nodes(self) -> Nodes:
         nodes: Nodes = {}
         paths: dict[str, str] = {"": ""}  # id of a team -> path of its node
-        for team in self._teams:
-            identity = str(team.get("team_id") or "")
-            path = paths[identity] = _path("", team.get("team_alias"), identity, nodes)
+        teams = {str(team.get("team_id") or team.get("team_alias") or ""): team for team in self._teams}
+        for identity, team in teams.items():
+            alias = team.get("team_alias")
+            # Another team may have no name but its id, so no alias may be such an id.
+            path = paths[identity] = _path("", None if str(alias) in teams else alias, identity, nodes)
             nodes[path] = self._node(team, path, "teams")
             self._keys += [each for each in listed(team, "keys") if isinstance(each, Mapping)]
         # The answers of /team/list and /key/list may contain the same key.

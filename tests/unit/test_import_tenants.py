@@ -115,6 +115,21 @@ def test_one_odd_name_or_amount_does_not_stop_the_import_of_litellms_limits() ->
     )  # fmt: skip
 
 
+def test_each_of_litellms_teams_has_a_node_of_its_own_and_all_pages_are_asked_for() -> None:
+    teams = [
+        {"team_id": "1", "team_alias": "2", "rpm_limit": 1}, {"team_id": "2", "rpm_limit": 2},
+        {"team_id": "3", "team_alias": "same", "rpm_limit": 3}, {"team_alias": "no id", "rpm_limit": 4},
+        {"team_id": "3", "team_alias": "same", "rpm_limit": 3},
+    ]  # fmt: skip
+    result = imported([{"teams": teams, "total_pages": 1}, KEYS | {"total_pages": 2}])
+    limits = {path: each.get("limits", [{}])[0].get("requests") for path, each in nodes(result).items()}
+    assert {path: limits.get(path) for path in ("1", "2", "same", "no id")} == {
+        "1": 1, "2": 2, "same": 3, "no id": 4,
+    }  # fmt: skip
+    assert "3" not in limits
+    assert_named(result, "keys: only 1 of 2 pages of /key/list are given")
+
+
 def policy(*rules: dict[str, Any]) -> dict[str, Any]:
     limits = {"type": "Global", "global": {"rules": list(rules)}}
     return {
