@@ -298,7 +298,8 @@ def _selects(rule: Object, where: str) -> dict[str, str]:
             is_known = is_custom(name) and name != "x-ai-eg-model" and not header.get("invert")
             if not is_known or not (is_exact or kind == "Distinct"):
                 raise _NoCounterpart(f"the selector {name[:60]} {kind} {value[:60]}")
-            found[name] = value
+            if found.setdefault(name, value) != value:
+                raise _NoCounterpart(f"a rule with two selectors of {name[:60]}")
     if not found:
         raise _NoCounterpart("a limit of all tenants together")
     return found

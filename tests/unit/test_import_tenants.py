@@ -171,6 +171,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
             rule(1, "Hour") | {"clientSelectors": [{"sourceCIDR": {"value": "10.0.0.0/8"}}]},
             rule(1, "Hour"),
             rule(1, "Hour", f"{team}= "),
+            rule(1, "Hour", f"{team}=one", f"{team}=other"),
         )]},
         {"apiVersion": "aigateway.envoyproxy.io/v1alpha1", "kind": "QuotaPolicy", "metadata": {"name": "q"}},
     ])  # fmt: skip
@@ -190,6 +191,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
         "rule 8: the selector x-ai-eg-model Exact gpt-4", "rule 9: not imported, since the tree's levels are",
         "rule 10: shadowMode", "rule 11: a selector below one of type", "rule 12: a selector by sourceCIDR",
         "rule 13: a limit of all tenants", f"rule 14: the selector {team} Exact",
+        f"rule 15: a rule with two selectors of {team} has no counterpart",
         "QuotaPolicy q has no counterpart",
     )  # fmt: skip
 
