@@ -13,6 +13,7 @@ LIMIT = {"tokens": 120_000, "per": "1m", "burst": 100_000}
 NODES = [
     {"path": "acme", "weight": 3, "limits": [LIMIT]},
     {"path": "acme/*", "limits": [{"requests": 600, "per": "1m"}]},
+    {"path": "acme/.."},
     {"path": "umbra"},
 ]
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
@@ -71,6 +72,8 @@ async def test_operators_see_and_change_tenants_and_export_their_usage(fleet: An
     async with dashboard(here) as page:
         await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 2")
         await page.page.click("#rows-tenants tr:first-child button")
-        await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 3")  # with acme/*
+        # Then acme/* and acme/.. are shown. A browser would read the children of `acme/..` at the root.
+        await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 4")
+        assert await page.page.locator("#rows-tenants button:visible").count() == 2
         shown = (await page.text("#rows-tenants")).replace("\u202f", " ")
         assert "100 000 tokens left, 120 000 per 1m" in shown

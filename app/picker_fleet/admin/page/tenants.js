@@ -7,6 +7,7 @@ import { number, percent, seconds } from "./format.js";
 const EVERY_MS = 2000;
 const MOST_OPEN = 20; // each open node is one call
 const open = new Set(); // paths whose children are shown
+const DOTS = /(^|\/)\.\.?(\/|$)/; // a browser removes such segments from the URL, and so reads another node
 let readAt = -Infinity;
 let isReading = false;
 
@@ -37,7 +38,7 @@ const tenants = new Rows(byId("rows-tenants"), ({ tenant }) => tenant.path, () =
       setText(button, open.has(path) ? "−" : "+");
       button.setAttribute("aria-expanded", String(open.has(path)));
       button.setAttribute("aria-label", `children of ${path}`);
-      button.hidden = path.endsWith("*");
+      button.hidden = path.endsWith("*") || DOTS.test(path);
       setName(name, path);
       setText(cells[1], number(tenant.weight));
       setText(cells[2], number(tenant.queued, 0));
