@@ -6,6 +6,7 @@ endpoint, which drains while the pod is unready or terminating. Requests on a po
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
 # Annotations that name the ports on which a pod serves; of several annotations the first one applies.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+_PORT_NUMBER = re.compile(r"[0-9]{1,5}")
 _PORTS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME, KV_EVENTS_PORT)  # a pod's labels or annotations
 _SETTLE_S = 0.25  # seconds between two updates, since many pods change together; the first is immediate
 
@@ -149,8 +151,8 @@ def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
     annotations = pod.metadata.annotations or {}
     for name in _ACTIVE_PORTS:
         if (text := annotations.get(name)) is not None:
-            digits = (part.strip() for part in text.split(","))
-            return name, frozenset(int(part) for part in digits if part.isascii() and part.isdecimal())
+            parts = (part.strip() for part in text.split(","))
+            return name, frozenset(int(part) for part in parts if _PORT_NUMBER.fullmatch(part))
     return "", None
 
 

@@ -247,7 +247,7 @@ def test_only_running_pods_with_an_address_are_endpoints_and_each_address_only_o
 def test_an_annotation_of_a_pod_may_select_its_serving_ports(
     caplog: pytest.LogCaptureFixture, group: str
 ) -> None:
-    some, none = ({f"{group}/active-ports": ports} for ports in ("8001, x,²,9999", ""))
+    some, none = ({f"{group}/active-ports": ports} for ports in (f"8001, x,²,9999,{'7' * 5000}", ""))
     some |= {"inference.networking.k8s.io/active-ports": "8001,9999", "picker-fleet/metrics-port": "9100"}
     pods = _pods(a=pod("", "10.0.0.1", annotations=some), b=pod("", "10.0.0.2", annotations=none))
     (found,) = PodEndpoints().of(pods, [8000, 8001])

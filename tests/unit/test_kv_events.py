@@ -201,6 +201,13 @@ def test_the_port_of_kv_events_must_leave_room_for_the_next_port() -> None:
         parse({"scheduling": {"kv_events_port": 65_535}})
 
 
+@pytest.mark.parametrize("label", ["", "x", "0", "65535", "0123456789", "012345" + "7" * 5000])
+def test_a_label_that_is_no_port_leaves_the_configured_port_of_kv_events(label: str) -> None:
+    reader = KvEventReader(5557, Listener())
+    reader.set_targets([Endpoint(A, {KV_EVENTS_PORT: label})])
+    assert reader._targets == {(A, 5557)}
+
+
 class Engine:
     """Publishes events on a real ZeroMQ socket, and past batches on the next port, as vLLM does."""
 

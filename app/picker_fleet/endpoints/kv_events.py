@@ -211,7 +211,8 @@ class KvEventReader:
 
     def _port_of(self, endpoint: Endpoint) -> int:
         text = endpoint.labels.get(KV_EVENTS_PORT, "")
-        return int(text) if text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65535 else self._port
+        is_port = text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65535
+        return int(text) if is_port else self._port
 
     async def run(self) -> None:
         """Read events until cancelled."""
