@@ -319,9 +319,9 @@ class Reflector(Generic[Kind]):
             raise KubernetesFault(0, f"the response is not a list: {_text_of(fault)}") from fault
         items = {}
         for raw in found.items or ():
-            decoded = self._decoded(raw)
-            if decoded is not None:
-                items[decoded[0]] = decoded[1]
+            metadata, item = self._decoded(raw)
+            if item is not None:
+                items[metadata.name] = item
         self._version = found.metadata.resource_version
         if not self.listed or items != self.items:
             self.items, self.listed = items, True
@@ -360,26 +360,25 @@ class Reflector(Generic[Kind]):
                 return
         except msgspec.MsgspecError as fault:
             raise KubernetesFault(0, f"the line is not a watch event: {_text_of(fault)}") from fault
-        decoded = self._decoded(event.object)
-        if decoded is None:
-            return
-        name, item, version = decoded
-        self._version = version or self._version
+        metadata, item = self._decoded(event.object)
+        self._version = metadata.resource_version or self._version
+        name, former = metadata.name, self.items.get(metadata.name)
         if event.type == "DELETED":
-            changed = self.items.pop(name, None) is not None
-        else:
-            changed = self.items.get(name) != item
+            self.items.pop(name, None)
+        elif item is not None:
             self.items[name] = item
-        if changed:
+        if self.items.get(name) != former:
             self._on_change()
 
-    def _decoded(self, raw: msgspec.Raw) -> tuple[str, Kind, str] | None:
+    def _decoded(self, raw: msgspec.Raw) -> tuple[_Version, Kind | None]:
+        """The name and version of an object, and the object; None for an object that cannot be decoded."""
+        metadata = _Version()
         try:
             metadata = msgspec.json.decode(raw, type=_Versioned).metadata
-            return metadata.name, self._decoder.decode(raw), metadata.resource_version
+            return metadata, self._decoder.decode(raw)
         except msgspec.MsgspecError as fault:
             _log.warning("skipping one of %s that cannot be decoded: %s", self._collection.what, fault)
-            return None
+            return metadata, None
 
     def _log_fault(self, fault: KubernetesFault) -> None:
         """Log a fault, unless the last logged fault was the same and no watch has succeeded since then."""

@@ -189,9 +189,15 @@ async def test_the_pause_after_a_fault_doubles_and_restarts_for_a_new_kind_of_fa
 
 
 async def test_an_unreadable_pod_is_logged_and_other_pods_are_used(server: ApiServer, log: Lines) -> None:
-    server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
-    async with following(server, "a"):
+    unreadable = {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}}
+    server.put(PODS, unreadable)
+    async with following(server, "a") as listed:
         await log.saying("skipping one of pods of InferencePool llm")
+        server.put(PODS, pod("b", "10.0.0.2"))
+        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000")
+        server.put(PODS, unreadable)
+        server.delete(PODS, "b")
+        await listed.becomes(ready="10.0.0.1:8000")
 
 
 @pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "does not exist")])
