@@ -385,4 +385,5 @@ class Reflector(Generic[Kind]):
         if str(fault) != self._logged:
             self._logged = str(fault)
             stays = "keeping the last known objects" if self.listed else "no list has succeeded yet"
-            _log.warning("cannot watch %s: %s; %s", self._collection.what, fault, stays)
+            # The log writes each template at most once a second, so the template names the collection.
+            _log.warning(f"cannot watch {self._collection.what}: %s; %s", fault, stays)

@@ -1,6 +1,7 @@
 """Discovery from Kubernetes: readiness of pods, edits of the pool, outages of the API server."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -15,6 +16,7 @@ from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StartupError
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.discovery import source_of
+from picker_fleet.telemetry.logs import OneASecond
 from picker_kubernetes.api import Api, Collection, KubernetesFault, Reflector
 from picker_kubernetes.source import KubernetesSource, Pod, PodEndpoints
 
@@ -158,6 +160,20 @@ async def test_a_refused_api_call_is_logged_with_its_reason_and_retried(
         server.put(PODS, pod("a", "10.0.0.1"))
         server.refuse = None
         await listed.becomes(ready="10.0.0.1:8000")
+
+
+async def test_each_refused_collection_has_a_log_line_although_all_are_refused_at_once(
+    server: ApiServer, log: Lines
+) -> None:
+    log.addFilter(OneASecond())
+    server.refuse = (403, "no right")
+    names = ("pods", "objectives", "rewrites")
+    async with server.api() as api, contextlib.AsyncExitStack() as stack:
+        for name in names:
+            reflector = Reflector(api, Collection(name, PODS), Pod, lambda: None)
+            await stack.enter_async_context(running(reflector.run()))
+        lines = {await log.saying("cannot watch") for _ in names}
+    assert {line.split()[2] for line in lines} == {f"{name}:" for name in names}
 
 
 @pytest.mark.parametrize(("code", "longest_s"), [(0, 0.5), (503, 0.5), (403, 5.0)])
