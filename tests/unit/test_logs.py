@@ -1,6 +1,7 @@
 """Log lines: format, rate limits, and the content of decision lines at each level."""
 
 import contextlib
+import contextvars
 import io
 import json
 import logging
@@ -56,6 +57,20 @@ async def test_in_a_flood_one_log_line_a_second_of_each_kind_is_written_with_a_c
         await until(lambda: len(lines_of(stream)) == 3, 5.0)
         lines = [(line["message"], line.get("left_out")) for line in lines_of(stream)]
     assert lines == [("damaged entry 0", None), ("another kind", None), ("damaged entry 1", 499)]
+
+
+def test_each_pool_has_its_own_lines_of_one_kind() -> None:
+    with logged() as stream:
+        for pool in "abc":
+            contextvars.Context().run(_log_of, pool)
+    assert [(line["message"], line["pool"]) for line in lines_of(stream)] == [
+        (f"InferencePool {pool} does not exist", pool) for pool in "abc"
+    ]
+
+
+def _log_of(pool: str) -> None:
+    logs.POOL.set(pool)
+    logging.getLogger("picker_fleet.x").warning("InferencePool %s does not exist", pool)
 
 
 def test_a_log_line_is_written_even_with_values_that_json_cannot_encode() -> None:

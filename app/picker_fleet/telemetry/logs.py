@@ -111,22 +111,22 @@ def setup(
 class OneASecond(logging.Filter):
     """Passes one log record of each kind a second, so that no peer can cause a flood of lines.
 
-    A kind is a pair of logger and unformatted message. The field `left_out` counts the records dropped since
-    the kind's last line. If no further record comes, the first dropped record is written a second later.
-    `clock` returns seconds. Records below INFO, records of changes (AUDIT) and decision lines, which
-    `DecisionLines` limits, always pass.
+    A kind is a logger, an unformatted message and, of several pools, the pool. The field `left_out` counts
+    the records dropped since the kind's last line. If no further record comes, the first dropped record is
+    written a second later. `clock` returns seconds. Records below INFO, records of changes (AUDIT) and
+    decision lines, which `DecisionLines` limits, always pass.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         # Kind of record -> the time of the last line, and the number of records dropped since then.
-        self._kinds: dict[tuple[str, object], tuple[float, int]] = {}
+        self._kinds: dict[tuple[str, object, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.INFO or record.name in (AUDIT, _log.name):
             return True
-        kind, now_s = (record.name, record.msg), self._clock()
+        kind, now_s = (record.name, record.msg, POOL.get()), self._clock()
         written_s, left_out = self._kinds.get(kind, (-math.inf, 0))
         if now_s - written_s < 1.0:
             self._kinds[kind] = written_s, left_out + 1
@@ -147,7 +147,7 @@ class OneASecond(logging.Filter):
             asyncio.get_running_loop().call_later(1.0, self._repeat, record)
 
     def _repeat(self, record: logging.LogRecord) -> None:
-        if self._kinds.get((record.name, record.msg), (0.0, 0))[1]:
+        if self._kinds.get((record.name, record.msg, POOL.get()), (0.0, 0))[1]:
             record.exc_info = None  # the first line of this kind had the traceback
             logging.getLogger(record.name).handle(record)
 
