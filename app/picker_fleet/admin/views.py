@@ -266,12 +266,12 @@ class FleetView:
 
     def ready(self) -> tuple[bool, dict[str, str]]:
         """Whether this replica should get traffic, and for each component `ok` or its fault."""
-        pulse = self._membership.pulse
+        member, pulse = self._membership, self._membership.pulse
         joined = pulse is not None and pulse.epoch != "0"
         endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
-            "redis": self._store.fault or self._membership.unfit or "ok",
-            "pool": self._membership.status if joined else self._membership.refusal or "not joined yet",
+            "redis": self._store.fault or member.unfit or "ok",
+            "pool": member.status if joined else member.refusal or member.awaited,
             "endpoints": "ok" if endpoints else "none is ready",
         }
 

@@ -222,6 +222,11 @@ class Membership:
         return self.trouble or "; ".join(self._server_check.faults.values())
 
     @property
+    def awaited(self) -> str:
+        """What a replica that has not joined its pool waits for."""
+        return "not joined yet" if self._publisher.has_list else "discovery has no list of endpoints yet"
+
+    @property
     def effective(self) -> EffectiveConfig:
         """The configuration with the live changes applied, as of the last heartbeat."""
         return self._fleet.config

@@ -56,6 +56,11 @@ class Publisher:
         self._prepare()
 
     @property
+    def has_list(self) -> bool:
+        """Whether discovery has reported endpoints, even an empty list."""
+        return self._listed is not None
+
+    @property
     def awaits_envoys(self) -> bool:
         """Whether this replica publishes some new endpoints as draining because Envoys may not know them."""
         return bool(self._new)
