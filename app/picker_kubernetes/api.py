@@ -13,6 +13,7 @@ import random
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx2
@@ -102,9 +103,12 @@ _ANSWERED_FOR_GOOD = range(400, 500)
 class Api:
     """One Kubernetes API server, called with this process's credentials."""
 
-    def __init__(self, client: httpx2.AsyncClient, namespace: str) -> None:
+    def __init__(
+        self, client: httpx2.AsyncClient, namespace: str, read_authority: Callable[[], object] = lambda: None
+    ) -> None:
         self._client = client
         self.namespace = namespace  # the default namespace of the credentials
+        self._read_authority = read_authority  # reads the file of trusted authorities again
 
     @classmethod
     def of_environment(cls) -> "Api":
@@ -130,9 +134,10 @@ class Api:
             connection = ConnectionParams(timeout=timeout)
             connection.transport = transport  # type: ignore[assignment]  # fits both kinds of client
             client = AsyncClient(config, connection)
+            trusted = config.abs_file(config.cluster.certificate_auth or os.devnull)
         except (CredentialsFault, OSError, KeyError, ValueError, msgspec.MsgspecError) as fault:
             raise StartupError(f"no credentials for the Kubernetes API: {fault}") from fault
-        return cls(client, config.namespace)
+        return cls(client, config.namespace, partial(context.load_verify_locations, trusted))
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,7 +171,7 @@ class Api:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._client.request(method, path, **options)
         except (httpx2.HTTPError, OSError, CredentialsFault) as fault:  # OSError includes TimeoutError
-            raise KubernetesFault(0, _text_of(fault)) from fault
+            raise self._failed(fault) from fault
         if answer.status_code != httpx2.codes.OK:
             raise _refusal(answer.status_code, answer.content)
         return answer.content
@@ -203,7 +208,15 @@ class Api:
             finally:
                 await answer.aclose()
         except (httpx2.HTTPError, OSError, CredentialsFault) as fault:
-            raise KubernetesFault(0, _text_of(fault)) from fault
+            raise self._failed(fault) from fault
+
+    def _failed(self, fault: Exception) -> KubernetesFault:
+        """The fault of a call without a response. The next call trusts an authority that has been renewed."""
+        text = _text_of(fault)
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            with contextlib.suppress(OSError):
+                self._read_authority()
+        return KubernetesFault(0, text)
 
 
 def _text_of(fault: Exception) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import ssl
 from collections import Counter
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -53,6 +54,7 @@ class ApiServer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
+        self.tls: ssl.SSLContext | None = None  # serve HTTPS from the next start on
 
     async def __aenter__(self) -> "ApiServer":
         await self.start()
@@ -62,7 +64,7 @@ class ApiServer:
         await self.stop()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

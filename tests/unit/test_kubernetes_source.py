@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -11,6 +14,7 @@ import pytest
 from background import running
 from kubernetes_server import PODS, POOLS, ApiServer, pod, pool
 from source_reports import Lines, watching
+from tls_files import authority
 
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ConfigError, StartupError
@@ -290,3 +294,33 @@ async def test_missing_kubernetes_credentials_are_a_startup_error(monkeypatch: p
     monkeypatch.setenv("KUBECONFIG", "/nowhere/config")
     with pytest.raises(StartupError, match=r"no credentials for the Kubernetes API: .*/nowhere/config"):
         await KubernetesSource("llm", None).watch(lambda _: None)
+
+
+async def test_a_renewed_authority_of_the_api_server_is_read_again(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted, config = tmp_path / "ca.crt", tmp_path / "config"
+    monkeypatch.setenv("KUBECONFIG", str(config))
+
+    async def renew(name: str) -> None:
+        """Restart the server with the certificate of a new authority, which becomes the trusted one."""
+        pair = authority(tmp_path, name)
+        await server.stop()
+        server.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server.tls.load_cert_chain(pair.cert, pair.key)
+        await server.start()
+        trusted.write_bytes(pair.cert.read_bytes())
+
+    await renew("former")
+    fields = {
+        "cluster": {"server": f"https://127.0.0.1:{server.port}", "certificate-authority": "ca.crt"},
+        "context": {"cluster": "it"},
+    }
+    tree = {f"{part}s": [{"name": "it", part: each}] for part, each in fields.items()}
+    config.write_text(json.dumps({"current-context": "it", **tree}))
+    async with Api.of_environment() as api:
+        assert b"List" in await api.get(POOLS, {})
+        await renew("renewed")
+        with pytest.raises(KubernetesFault, match="CERTIFICATE_VERIFY_FAILED"):
+            await api.get(POOLS, {})
+        assert b"List" in await api.get(POOLS, {})
