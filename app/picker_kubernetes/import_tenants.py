@@ -46,6 +46,7 @@ _PRICES = (
 )  # fmt: skip
 _CONFIG = {"model_list", "litellm_settings", "general_settings"}
 
+_OF_NO_PRODUCT = "neither an EndpointPickerConfig, nor of LiteLLM or Envoy AI Gateway"
 _PER = {"Second": "1s", "Minute": "1m", "Hour": "1h", "Day": "1d"}
 _TOKEN_TYPES = {"InputToken": "prompt_tokens", "OutputToken": "answer_tokens", "TotalToken": "tokens"}
 
@@ -144,7 +145,7 @@ class _LiteLlm:
         for tree in trees:
             answer = tree if isinstance(tree, Mapping) else {"teams": tree}
             if not answer.keys() & {"teams", "keys", *_CONFIG}:
-                raise ConfigError("neither an EndpointPickerConfig, nor of LiteLLM or Envoy AI Gateway")
+                raise ConfigError(_OF_NO_PRODUCT)
             config |= {key: answer[key] for key in _CONFIG if key in answer}
             self._teams += mappings(answer, "teams", "teams: /team/list answers objects")
             self._keys += mappings(answer, "keys", "keys: add return_full_object=true to /key/list")
@@ -260,6 +261,8 @@ def _path(above: str, alias: object, identity: str, nodes: Nodes) -> str:
 
 
 def _of_ai_gateway(objects: Sequence[Object], result: Imported) -> Nodes:
+    if not any("envoyproxy.io/" in str(each.get("apiVersion")) for each in objects):
+        raise ConfigError(_OF_NO_PRODUCT)
     types: dict[str, str] = {}
     for each in objects:
         spec = mapping(each.get("spec"), "spec")

@@ -200,6 +200,7 @@ def test_envoy_ai_gateways_token_limits_become_nodes_by_headers() -> None:
     ("trees", "fault"),
     [
         ([{"strange": 1}], "neither an EndpointPickerConfig"),
+        ([{"apiVersion": "apps/v1", "kind": "Deployment"}], "neither an EndpointPickerConfig"),
         ([{"keys": ["88dc"]}], "return_full_object=true"),
         ([[{"team_id": "a", "rpm_limit": "many"}]], "teams: rpm_limit of a: 'many' is no number"),
         ([policy(rule(3, "Hour", "x-team")), KEYS], "import the files of one product at a time"),
