@@ -416,14 +416,20 @@ def _limited_bands(
 ) -> Iterator[dict[str, Any]]:
     """The setting `priority_bands`: the `bands` that have limits, and, if `most_bytes`, the named bands."""
     where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
+    seen: set[int] = set()
     for band in bands:
-        priority = band.get("priority")
+        priority = band["priority"] if band.get("priority") is not None else 0
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise ConfigError(f"{where}.priority: {str(priority)[:40]!r} is no int32")
+        if priority in seen:
+            raise ConfigError(f"{where}.priority: {priority} is given twice")
+        seen.add(priority)
         limits: dict[str, Any] = {
             "capacity": _limit(band, where, "maxRequests", result),
             "bytes": _limit(band, where, "maxBytes", result) or most_bytes,
         }
         given = {key: limit for key, limit in limits.items() if limit}
-        if isinstance(priority, int) and priority in names:
+        if priority in names:
             given["name"] = names.pop(priority)
         if any(limits.values()):
             yield {"priority": priority, **given}

@@ -111,6 +111,11 @@ def test_the_value_zero_in_an_endpoint_picker_config_sets_no_limit() -> None:
     assert "defaultRequestTTL" in "".join(result.remarks)
 
 
+def test_a_priority_band_without_a_priority_has_priority_zero() -> None:
+    bands = parse(imported(flowControl={"priorityBands": [{"maxRequests": 7}]}).tree).fair_request_queue.bands
+    assert bands.of(0).capacity == 7
+
+
 @pytest.mark.parametrize(
     ("text", "capacity"), [("1Ki", 1024), ("1e3", 1000), ("1500m", 2), ("1Ti", 100_000), (7, 7)]
 )
@@ -343,6 +348,11 @@ def test_a_router_of_one_stage_sends_requests_to_the_endpoints_of_this_stage(
     **{f"a duration {each}": ({"flowControl": {"defaultRequestTTL": each}},
                               r"flowControl\.defaultRequestTTL: .* is no duration")
        for each in ("soon", "", "-1s", "1m30", math.nan, [30])},
+    **{f"a priority {each}": ({"flowControl": {"priorityBands": [{"priority": each, "maxRequests": 1}]}},
+                              r"flowControl\.priorityBands\.priority: .* is no int32")
+       for each in ("high", 1.5, True, 2**31)},
+    "one priority twice": ({"flowControl": {"priorityBands": [{"priority": 3}, {"priority": 3}]}},
+                           r"flowControl\.priorityBands\.priority: 3 is given twice"),
     "no bytes": ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}},
                  r"priorityBands\.maxBytes: 'big' is no"),
 })  # fmt: skip
