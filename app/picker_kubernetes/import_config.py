@@ -131,6 +131,7 @@ _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
 }
 _QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkKMGTPE]i?|)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NAMES_KIND = re.compile(rf"kind[\"']?\s*:\s*[\"']?{KIND}\b")  # in YAML or JSON
 _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
@@ -504,7 +505,7 @@ def _configs(tree: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
     seen.add(id(tree))
     if isinstance(tree, Mapping) and is_foreign(tree):
         yield tree
-    elif isinstance(tree, str) and f"kind: {KIND}" in tree:
+    elif isinstance(tree, str) and _NAMES_KIND.search(tree):
         yield from _configs(read_yaml(tree), set())
     elif isinstance(tree, Mapping | list):
         for each in tree.values() if isinstance(tree, Mapping) else tree:

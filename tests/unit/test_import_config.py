@@ -1,5 +1,6 @@
 """Import of an EndpointPickerConfig: keys with a counterpart, keys without one, malformed files."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -383,6 +384,10 @@ def test_the_import_prints_a_valid_configuration(tmp_path: Path, capsys: pytest.
     from_values = capsys.readouterr()
     assert from_values.out == out
     assert from_values.err == err + f"{file.name}: only the EndpointPickerConfig in it is imported\n"
+    for text in (whole.replace("kind: ", "kind:   "), json.dumps(yaml.safe_load(whole))):
+        file.write_text(yaml.safe_dump({"router": {"epp": {"pluginsCustomConfig": {"a.yaml": text}}}}))
+        assert cli.main(["import-config", str(file)]) == 0
+        assert capsys.readouterr() == from_values
     file.write_text("configs: &again [*again, {kind: EndpointPickerConfig}, {kind: EndpointPickerConfig}]")
     assert cli.main(["import-config", str(file)]) == 2
     assert "import an EndpointPickerConfig alone" in capsys.readouterr().err
