@@ -18,7 +18,7 @@ from picker_fleet.domain.bands import NAMED
 from picker_fleet.domain.config import YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import MOST_BAND_BYTES, MOST_LIMIT
-from picker_kubernetes import import_stages, import_tenants
+from picker_kubernetes import import_metrics, import_stages, import_tenants
 from picker_kubernetes.import_result import Imported, listed, mapping, mappings
 from picker_kubernetes.import_stages import Plugins
 
@@ -61,6 +61,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "prefill-header-handler": ("prefillProfile",),
     "concurrency-detector": ("maxConcurrency", "maxTokenConcurrency", "concurrencyMode", "headroom"),
     "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
+    **import_metrics.PARAMETERS,
 }
 _PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
 _DETECTOR = "utilization-detector"  # the router's default saturation detector
@@ -153,6 +154,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     _scheduling(tree, plugins, result)
     _saturation(tree, plugins, result)
     _flow_control(tree, plugins, result)
+    import_metrics.add(plugins, result)
     for gate in map(str, listed(tree, "featureGates")):
         name, _, value = gate.partition("=")
         if name == "flowControl" and value in ("", "true", "false"):

@@ -172,14 +172,44 @@ def test_each_key_of_a_v0_10_configuration_is_imported_or_named_in_a_remark() ->
     assert settings.scheduling.fallbacks == 1
     assert settings.request_queue_controller.max_per_backend == 40
     assert settings.fair_request_queue.queue_without_endpoints
+    assert settings.scraping.scheme == "https"
     assert_named(
         result, "haPopulateNonLeaderDatastore", "old DoesNotExist", "of busy (x)", "plugins.stage",
         "utilization-detector is not imported", "schedulingProfiles.stage", "schedulingProfiles.plugins.mode",
-        "metrics-data-source (scheme)", "dataLayer.crossReplica", "dataLayer.discovery", "extractors.y",
+        "dataLayer.crossReplica", "dataLayer.discovery", "extractors.y",
         "requestHandler.propagatePriority", "saturationDetector.z", "enableEviction", "noEndpointRequestTTL",
         "bandSelectionPolicyPluginRef", "priorityBands.defaultRequestTTL", "defaultNegativePriorityBand",
         "weighted-random-picker (type weighted-random-picker): this picker picks the best", "vertexai-parser",
     )  # fmt: skip
+
+
+SPECS = {"queuedRequestsSpec": "own:waiting{kind=text}", "runningRequestsSpec": "own:running",
+         "kvUsageSpec": "own:kv", "loraSpec": "own:lora", "cacheInfoSpec": "own:cache"}  # fmt: skip
+
+
+def test_the_metrics_pages_and_series_of_a_data_layer_are_imported() -> None:
+    parameters = {
+        "engineLabelKey": "x/engine", "defaultEngine": "own",
+        "engineConfigs": [{"name": "other"}, {"name": "own", **SPECS}],
+    }  # fmt: skip
+    result = imported(plugins=[
+        plugin("metrics-data-source", "pages", scheme="https", path="/m", insecureSkipVerify=False),
+        plugin("core-metrics-extractor", "figures", **parameters),
+    ])  # fmt: skip
+    scraping = parse(result.tree).scraping
+    assert (scraping.scheme, scraping.engine_label) == ("https", "x/engine")
+    assert scraping.series == {
+        "path": "/m", "waiting": "own:waiting{kind=text}", "running": "own:running",
+        "kv_utilisation": "own:kv", "adapters": "own:lora",
+    }  # fmt: skip
+    assert_named(result, "set scraping.ca", "not imported: other", "keys of own (cacheInfoSpec)")
+    assert len(result.remarks) == 3
+
+
+def test_the_data_layer_of_the_references_chart_needs_no_setting() -> None:
+    pages = plugin("metrics-data-source", "pages", scheme="http", path="/metrics", insecureSkipVerify=True)
+    result = imported(plugins=[pages, plugin("core-metrics-extractor", defaultEngine="trtllm-serve")])
+    assert (result.tree, result.remarks) == ({}, [])
 
 
 def staged(
@@ -354,6 +384,12 @@ def test_a_router_of_one_stage_sends_requests_to_the_endpoints_of_this_stage(
        for each in ("high", 1.5, True, 2**31)},
     "one priority twice": ({"flowControl": {"priorityBands": [{"priority": 3}, {"priority": 3}]}},
                            r"flowControl\.priorityBands\.priority: 3 is given twice"),
+    "no series": ({"plugins": [{"type": "core-metrics-extractor", "parameters": {"engineConfigs": [
+                      {"name": "vllm", "kvUsageSpec": "two words"}]}}]},
+                  "kv_utilisation of vllm: 'two words' is no name"),
+    "no such engine": ({"plugins": [{"type": "core-metrics-extractor",
+                                     "parameters": {"defaultEngine": "mine"}}]},
+                       "defaultEngine: no engine is named 'mine'"),
     "no bytes": ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}},
                  r"priorityBands\.maxBytes: 'big' is no"),
 })  # fmt: skip
