@@ -219,6 +219,21 @@ def test_the_rendered_helm_chart_follows_its_values(renderer: str, tmp_path: Pat
 
 
 @pytest.mark.timeout(540)
+def test_names_that_yaml_reads_as_numbers_or_booleans_stay_names(renderer: str, tmp_path: Path) -> None:
+    values = {
+        "inferencePool": {"name": "on", "create": True, "further": [
+            {"name": "true", "port": 9004, "selector": {"app": "007"}},
+        ]},
+        "redisSecret": {"name": "123", "key": "no"}, "networkPolicy": {"monitoring": "2025"},
+    }  # fmt: skip
+    trees = rendered(renderer, tmp_path, values)
+    check(trees)
+    pools = [tree["metadata"]["name"] for tree in trees if tree["kind"] == "InferencePool"]
+    assert pools == ["on", "true"]
+    assert all(isinstance(word, str) for word in container_of(trees)["args"])
+    assert container_of(trees)["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "123", "key": "no"}
+
+
 def test_the_chart_configures_several_pools_as_the_replica_reads_them(renderer: str, tmp_path: Path) -> None:
     names = ["llm", "a-pool-of-the-longest-name-that-anybody-has-ever-given-to-a-pool"]
     for first, further in (names, names[::-1]):

@@ -1,6 +1,6 @@
 {{- define "picker.selector" -}}
 app.kubernetes.io/name: picker
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 {{- define "picker.labels" -}}
 {{ include "picker.selector" . }}
@@ -8,8 +8,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 {{- define "picker.meta" -}}
-name: {{ .Release.Name }}
-namespace: {{ .Release.Namespace }}
+name: {{ .Release.Name | quote }}
+namespace: {{ .Release.Namespace | quote }}
 labels:
   {{- include "picker.labels" . | nindent 2 }}
 {{- end }}
