@@ -287,6 +287,7 @@ class Pool:
                 self.replica_info.grpc_address,
                 count=failover.outage_count,
                 ended_before=failover.ended_before,
+                ended=failover.ended,
                 redis_use=failover.redis_use,
             ),
         }

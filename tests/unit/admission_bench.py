@@ -65,7 +65,7 @@ class NoPeers:
 
     async def no_answer(self, *_: object) -> None: ...
 
-    ask = count = ended_before = redis_use = close = no_answer
+    ask = count = ended_before = ended = redis_use = close = no_answer
 
 
 def admission_over(

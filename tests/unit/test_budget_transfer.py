@@ -121,16 +121,20 @@ async def test_only_the_fleet_can_read_a_replicas_outage_count_and_ended_request
         return [name for name in ids if name != "s"]
 
     them, strangers = peers(), peers(keys=Keyring())
-    async with replica(gives, count=lambda: own, ended_before=ended_before) as address:
+    answers = {"count": lambda: own, "ended_before": ended_before, "ended": lambda ids: ids[:1]}
+    async with replica(gives, **answers) as address:
         assert await them.count(address) == own
         assert await them.ended_before(address, ["r", "s"]) == ["r"]
         assert await strangers.count(address) is None
         assert await strangers.ended_before(address, ["r"]) is None
+        assert await them.ended(address, ["r", "s"]) == ["r"]
+        assert await strangers.ended(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many
     async with replica(gives) as address:  # this replica reports no outage
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
+        assert await them.ended(address, ["r"]) is None
 
 
 async def test_only_the_fleet_can_ask_whether_a_replica_uses_redis() -> None:

@@ -125,6 +125,26 @@ async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_l
         assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 
 
+async def test_a_tenants_request_starts_when_another_replica_gets_the_end_of_one_in_flight() -> None:
+    acme = {"path": "acme", "max_parallel_requests": 2}
+    config, peers = {"tenants": {"nodes": [acme]}}, DirectPeers()
+    a, b = Bench(config=config, peer_client=peers), Bench(config=config, replica="b")
+    for bench in (a, b):
+        bench.gate.failover.redis_lost("refused", "away")
+    peers.gate = b.gate
+    # The share of each replica is one request in flight. Envoy sends its access log to replica `b`.
+    runs = await a.place("runs", flow="acme/x")
+    waits = await a.wait_here("waits", flow="acme/y")
+    b.end("runs", runs)
+    await waits
+    # Replica `b` has not used its own share yet, and gains none by the end.
+    await b.place("theirs", flow="acme/x")
+    late = await b.wait_here("late", flow="acme/y")
+    await asyncio.sleep(0)
+    assert not late.done()
+    late.cancel()
+
+
 async def test_without_redis_a_tenant_is_charged_for_answers_without_usage_as_with_redis() -> None:
     acme = {"path": "acme", "over_limit": "reject", "limits": [{"tokens": 1000, "per": "1d"}]}
     bench = Bench(config={"tenants": {"nodes": [acme]}})
@@ -203,6 +223,9 @@ class DirectPeers(NoPeers):
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         return self.gate.failover.ended_before(ids) if self.gate is not None else None
+
+    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        return self.gate.failover.ended(ids) if self.gate is not None else None
 
 
 async def test_budget_of_ended_requests_that_redis_never_confirmed_is_recovered() -> None:

@@ -7,6 +7,7 @@ response was late gets the same response. Amounts are in the stock's unit.
     Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} outside one
+    EndedSince  ids     {"ended"}: the `ids` whose end the replica received in its outage; {} outside one
     UsesRedis           {"uses", "local_s"} of `RedisUse`; {} if the request is not signed
 
 A request also names its pool in gRPC metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
@@ -31,7 +32,9 @@ from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.state.accounting_token import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
-_ASK, _COUNT, _ENDED, _USES = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended", "UsesRedis"))
+_ASK, _COUNT, _ENDED, _ENDED_SINCE, _USES = (
+    f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended", "EndedSince", "UsesRedis")
+)
 _LONGEST_BYTES = 1024
 _IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # bytes for the ids in one request; other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
@@ -71,6 +74,7 @@ def handlers(
     *,
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
+    ended: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
     redis_use: Callable[[], RedisUse] = lambda: RedisUse(False, 0.0),
 ) -> Mapping[str, Handler]:
     """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away
@@ -85,7 +89,7 @@ def handlers(
         """The fields of `request`; None if it is malformed, repeated or not signed by the fleet."""
         try:
             fields: dict[str, Any] = orjson.loads(
-                request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]
+                request[: _LONGEST_LIST_BYTES if method in (_ENDED, _ENDED_SINCE) else _LONGEST_BYTES]
             )
             nonce = str(fields["nonce"])
             text = _signed_text(pool, own_address(), method, fields)
@@ -114,16 +118,25 @@ def handlers(
         own = count() if checked(_COUNT, await stream.read() or b"") is not None else None
         return orjson.dumps(asdict(own) if own is not None else {})
 
-    async def answer_ended(stream: Stream) -> bytes:
-        fields = checked(_ENDED, await stream.read() or b"")
-        ended = ended_before(fields["ids"]) if fields is not None else None
-        return orjson.dumps({"ended": ended} if ended is not None else {})
+    def answer_ended(method: str, find: Callable[[Collection[str]], list[str] | None]) -> Handler:
+        async def answer(stream: Stream) -> bytes:
+            fields = checked(method, await stream.read() or b"")
+            found = find(fields["ids"]) if fields is not None else None
+            return orjson.dumps({"ended": found} if found is not None else {})
+
+        return answer
 
     async def answer_uses(stream: Stream) -> bytes:
         is_signed = checked(_USES, await stream.read() or b"") is not None
         return orjson.dumps(redis_use()._asdict() if is_signed else {})
 
-    return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended, _USES: answer_uses}
+    return {
+        _ASK: ask,
+        _COUNT: answer_count,
+        _ENDED: answer_ended(_ENDED, ended_before),
+        _ENDED_SINCE: answer_ended(_ENDED_SINCE, ended),
+        _USES: answer_uses,
+    }
 
 
 class GrpcPeers:
@@ -166,9 +179,15 @@ class GrpcPeers:
         return None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        return await self._ended(_ENDED, address, ids)
+
+    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        return await self._ended(_ENDED_SINCE, address, ids)
+
+    async def _ended(self, method: str, address: str, ids: Collection[str]) -> Collection[str] | None:
         ended: list[str] = []
         for some in _in_parts(ids, _IDS_BYTES):
-            answer = await self._call(_ENDED, address, {"ids": some})
+            answer = await self._call(method, address, {"ids": some})
             if not answer or not isinstance(answer.get("ended"), list):
                 return None
             ended += answer["ended"]

@@ -46,6 +46,7 @@ from picker_fleet.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
 _TICK_S = 0.2
+_FETCH_S = 0.2  # pause, in seconds, before other replicas are asked for the ends of requests
 _RECOVER_S = 1.0  # pause, in seconds, before each attempt to recover lost budget
 _LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this many seconds
 _CUT_OFF = 0.2  # a replica without Redis for longer than this part of `leases.inflight` may be cut off
@@ -236,6 +237,10 @@ class Failover:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
+    def ended(self, ids: Collection[str]) -> list[str] | None:
+        """The subset of `ids` whose ends this replica received in the outage; None without an outage."""
+        return self.outage.ended(ids) if self.outage is not None else None
+
     # The store and the heartbeat call the following methods.
 
     def on_event(self, event: Event) -> None:
@@ -346,6 +351,7 @@ class Failover:
             self._start(transfer.run, "budget-transfer")
             self._start(partial(self._recover_budget, outage), "budget-recovery")
             self._start(partial(self._ask_peers, outage), "cut-off")
+            self._start(partial(self._fetch_ends, outage), "ends")
         elif after is _LOCAL:
             self.abort_resync()
         elif after is _RESYNCING:
@@ -447,6 +453,18 @@ class Failover:
                 )
                 outage.gate.release(lost)
             return
+
+    async def _fetch_ends(self, outage: Outage) -> None:
+        """End the charges of requests whose ends other replicas received: Envoy sends its access log to one
+        replica, but a request counts as in flight at the replica that placed it."""
+        while True:
+            await asyncio.sleep(_FETCH_S)
+            ids = outage.gate.charged()
+            peers = self._peers.addresses() if ids else []
+            for ended in await asyncio.gather(*(self._peer_client.ended(peer, ids) for peer in peers)):
+                for request_id in ended or ():
+                    outage.gate.end_charge(request_id, unserved=False)
+            outage.gate.release(0.0)  # dispatches requests that waited for these ends
 
     async def _ask_peers(self, outage: Outage) -> None:
         """Find out whether other replicas use Redis, or used it while this replica was paused. If so, Envoy

@@ -226,22 +226,21 @@ class LocalGate:
         """The amounts of tenants' limits that this replica has granted without Redis."""
         return list(self._quotas.granted()) if self._quotas is not None else []
 
-    def end_charge(
-        self, request_id: str, *, unserved: bool, usage: Usage | None = None, flow: str = ""
-    ) -> None:
+    def charged(self) -> list[str]:
+        """The running requests that this replica has charged to tenants' limits. Another replica may have
+        received the ends of some."""
+        charges = self._quotas.charges if self._quotas is not None else {}
+        return [request_id for request_id, charge in charges.items() if charge.started]
+
+    def end_charge(self, request_id: str, *, unserved: bool, usage: Usage | None = None) -> None:
         """End the charges of a request's tenants: correct them by its `usage` (prompt, cached and answer
-        tokens), or refund them if the request is `unserved`. `flow`: the request's flow if another replica
-        may have started the request in this outage, else ''."""
+        tokens), or refund them if the request is `unserved`."""
         quotas = self._quotas
         if quotas is None:
             return
-        if request_id not in quotas.charges:
-            if flow:
-                quotas.end_elsewhere(flow)
-        else:
-            if usage is not None:
-                quotas.use(request_id, usage)
-            quotas.end(request_id, unserved=unserved)
+        if usage is not None:
+            quotas.use(request_id, usage)
+        quotas.end(request_id, unserved=unserved)
         for child in quotas.eased():
             self._waits.pop(child, None)
             self._queue.unthrottle(child)

@@ -4,10 +4,10 @@ The class `Failover` makes an `Outage` when Redis is lost, and drops it once eve
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from picker_fleet.admission.ledger import Entry, Ledger, released_by_end
+from picker_fleet.admission.ledger import Entry, Ledger, Phase, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
 from picker_fleet.admission.quotas import Usage
 from picker_fleet.admission.reports import usage_of
@@ -108,6 +108,11 @@ class Outage:
             queue_length=self.gate.lengths(),
         )
 
+    def ended(self, ids: Collection[str]) -> list[str]:
+        """The subset of `ids` whose ends this replica received in this outage."""
+        entries = filter(None, map(self.ledger.get, ids))
+        return [each.id for each in entries if each.phase is Phase.ENDED and each.journaled]
+
     def has_another(self, request: InferenceRequest) -> bool:
         """Whether this replica knows another running request with the id of `request`. A request that ran
         before the outage is another one, since Envoy never repeats a request whose placement it received."""
@@ -155,7 +160,6 @@ class Outage:
             completion.id,
             unserved=completion.outcome is Outcome.UPSTREAM_FAILED,
             usage=Usage(*used) if used else None,
-            flow="" if accounting_token.alone_since_ms(token) is None else accounting_token.flow_of(token),
         )
         released = self.gate.charge(cost)
         if self.resync is not None:

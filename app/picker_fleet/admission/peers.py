@@ -50,6 +50,10 @@ class PeerClient(Protocol):
         """The subset of `ids` whose ends the replica received before its outage; None without an answer."""
         ...
 
+    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        """The subset of `ids` whose ends the replica received in its outage; None without an answer."""
+        ...
+
     async def redis_use(self, address: str) -> RedisUse | None:
         """Whether the replica at `address` says that it uses Redis; None if it does not answer."""
         ...

@@ -261,14 +261,6 @@ class Quotas:
         if refunds and charge.limits:
             self._log("refunded", request_id)
 
-    def end_elsewhere(self, flow: str) -> None:
-        """Record the end of a request of `flow` that another replica started, so that this replica may start
-        a request in its place."""
-        for node in self._nodes(flow):
-            for limit in node.limits:
-                if limit.unit == "parallel":
-                    self._give_back(node, limit, 1)
-
     def eased(self) -> list[str]:
         """The queueing nodes whose next request may fit now, since they got balance back, or one of their
         requests stopped waiting, after the last call of this method. Each node has two names among its
@@ -391,8 +383,7 @@ class Quotas:
     def _take(self, limit: Limit, amount: float) -> None:
         taken, now_ms = self._taken(limit) + amount, self._now_ms()
         if limit.unit == "parallel":
-            # A count below 0 lets this replica run other replicas' share, too, but at most the whole limit.
-            self._put(limit.key, max(taken, limit.burst - limit.whole))
+            self._put(limit.key, max(taken, 0.0))
         elif limit.unit == "budget":
             self._put(limit.key, period_of(limit.per, now_ms)[0], max(taken, 0.0))
         else:
