@@ -11,6 +11,8 @@ from fault_load import JOINED, LEASE_S, UPPER, admit_all, loaded, rests_within_a
 from redis_servers import Server
 from script_fleet import Fleet, running, until
 
+KEY = "fair_request_queue.flow_capacity"
+
 
 def snapshot_of(server: Server, fleet: Fleet) -> Callable[[], None]:
     """Save the fleet's pool. Returns a function that restores the saved pool and closes every connection."""
@@ -90,6 +92,43 @@ async def test_after_lost_writes_at_most_twice_the_bound_is_admitted(redis7: Ser
         # The restored state may lack running requests until the next heartbeat reports these requests.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
+
+
+async def test_operators_changes_that_the_restored_state_lacks_are_made_again(
+    redis7: Server, pool: str
+) -> None:
+    how = {"endpoints": 3, "joined": JOINED, "listening": True, "checked": False}
+    async with running(redis7.url, pool, "a", "b", **how) as it:
+        a, b = it.replicas
+        first, second, _ = (each.address for each in a.cell.current.endpoints)
+
+        def seen(changes: dict[str, object], drained: str) -> bool:
+            return all(
+                each.membership is not None
+                and each.membership.live_config.changes == changes
+                and [one.address for one in each.cell.current.endpoints if one.drained] == [drained]
+                for each in it.replicas
+            )
+
+        # The snapshot has a pause, a lower capacity and a drained endpoint.
+        await a.store.set_live_config({"paused": 1, "flow_capacity": 9}, {"paused": True, KEY: 9})
+        await a.store.mark_endpoint(first, "drained", True)
+        await until(lambda: seen({"paused": True, KEY: 9}, first))
+        restore = snapshot_of(redis7, it)
+        # Afterwards the operator resumes, drains another endpoint, and raises the capacity.
+        await b.store.set_live_config({"paused": None, "flow_capacity": 99}, {"paused": None, KEY: 99})
+        await b.store.mark_endpoint(first, "drained", False)
+        await b.store.mark_endpoint(second, "drained", True)
+        await until(lambda: seen({KEY: 99}, second))
+        restore()
+
+        # The replicas make these changes again in Redis.
+        async def made_again() -> bool:
+            live, marks = await a.store.live_config(), await a.store.marks()
+            return live.overrides == {"flow_capacity": 99} and marks == {("drained", second)}
+
+        await until(made_again)
+        await until(lambda: seen({KEY: 99}, second))
 
 
 async def _counts(fleet: Fleet, count: int) -> bool:

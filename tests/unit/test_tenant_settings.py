@@ -446,6 +446,28 @@ async def test_replicas_follow_live_changes_of_tenants_and_restore_them_after_a_
     assert restored.node("b") == found.node("b")
 
 
+async def test_changes_of_tenants_that_an_old_dump_lacks_are_made_again() -> None:
+    shared = Nodes()
+    own = nodes_of(shared, node("a", weight=2))
+    await own.publish(LEADER)
+    await shared.set_tenants("tenant_changes", {"b": '{"weight":5}', "c": '{"weight":6}'})
+    await own.follow("1")
+    dump = {kind: dict(nodes) for kind, nodes in shared.hashes.items()}, list(shared.calls)
+    # An operator changes one node and undoes the change of the other; a watched file has a new node.
+    await shared.set_tenants("tenant_changes", {"b": '{"weight":7}', "c": ""})
+    own.found([Node(path="a"), Node(path="d", weight=3)])
+    await own.publish(LEADER)
+    await own.follow("1")
+    latest = {kind: dict(nodes) for kind, nodes in shared.hashes.items()}
+    shared.hashes, shared.calls = defaultdict(dict, dump[0]), dump[1]
+    await own.publish(LEADER)  # the leader does not know yet that Redis has an old dump
+    tree = await own.follow("1")
+    await own.publish(LEADER)
+    assert shared.hashes == latest
+    assert tree is not None
+    assert getattr(tree.node("b"), "weight", None) == 7
+
+
 async def test_requests_do_not_wait_while_a_replica_parses_many_nodes() -> None:
     shared = Nodes()
     await shared.set_tenants("tenants", {f"a{number}": '{"weight":2}' for number in range(1000)})

@@ -378,8 +378,8 @@ class Membership:
                 self.heartbeat_now(full=False)
         self.pulse = pulse
         self._queue.fleet_queued = pulse.queued
-        if self._lost and pulse.epoch != self._epoch:
-            await self._drain_again()
+        if self._lost:
+            await self._drain_again(pulse)
         if pulse.endpoints_version != self._endpoints.current.version:
             self._published = Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse))
             self._endpoints.publish(self._published)
@@ -467,20 +467,34 @@ class Membership:
             self._metrics.keys_lost()
         return reconnected or not pulse.was_known or pulse.epoch != self._epoch
 
-    async def _drain_again(self) -> None:
-        """Restore the operator's drain marks in a shared state that has lost them."""
-        for endpoint in self._endpoints.current.endpoints:
-            if endpoint.drained:
-                await self._store.mark_endpoint(endpoint.address, "drained", True)
+    async def _drain_again(self, pulse: HeartbeatReply) -> None:
+        """Restore the operator's drain marks in a shared state that has lost them, or lost their last changes
+        (a restart from an old dump, a failover)."""
+        wrong = [each for each in self._endpoints.current.endpoints if each.drained]
+        if pulse.epoch == self._epoch:
+            if not _is_older(_marks_of(pulse.endpoints_version), _marks_of(self._published.version)):
+                return
+            drained = {address for mark, address in await self._store.marks() if mark == "drained"}
+            known = self._endpoints.current.endpoints
+            wrong = [each for each in known if each.drained != (each.address in drained)]
+        for endpoint in wrong:
+            await self._store.mark_endpoint(endpoint.address, "drained", endpoint.drained)
 
     async def _follow_changes(self, pulse: HeartbeatReply) -> None:
-        """Apply new live changes; restore the live changes in Redis if the shared state has lost them."""
+        """Apply new live changes; restore live changes in Redis if the shared state has lost them, or has
+        lost the last ones (a restart from an old dump, a failover)."""
         if (pulse.epoch, pulse.tuned_version) == self._followed:
             return
-        if not pulse.tuned_version and self.live_config.overrides:
-            await self._store.set_live_config(self.live_config.overrides, self.live_config.changes)
-        self.live_config = await self._store.live_config()
-        self._followed = pulse.epoch, self.live_config.version
+        known, found = self.live_config, await self._store.live_config()
+        is_older = pulse.epoch == self._followed[0] and _is_older(found.version, known.version)
+        if is_older or (not found.version and known.overrides):
+            overrides, changes = (
+                dict.fromkeys(old.keys() - new.keys()) | dict(new)
+                for old, new in ((found.overrides, known.overrides), (found.changes, known.changes))
+            )
+            await self._store.set_live_config(overrides, changes)
+            found = await self._store.live_config()
+        self.live_config, self._followed = found, (pulse.epoch, found.version)
         try:
             self._fleet.config = live_config.applied(self._settings, self.live_config.changes)
         except ConfigError as fault:
@@ -530,6 +544,16 @@ class Membership:
         )
         self._failover.update_peers(pool.about)
         return self._state
+
+
+def _is_older(version: str, other: str) -> bool:
+    """Whether the numbered `version` is less than `other`; '' is less than any number."""
+    return int(version or 0) < int(other or 0)
+
+
+def _marks_of(endpoints_version: str) -> str:
+    """The number of changes of marks in a published version of the endpoints; '' before the first."""
+    return endpoints_version.partition("+")[2]
 
 
 def _unseen_s(leases: Leases) -> float:

@@ -75,18 +75,22 @@ class TenantNodes:
 
     async def follow(self, epoch: str) -> Tree | None:
         """The nodes in force, if they have changed, else None. Restores live changes that the shared state,
-        now of `epoch`, has lost."""
+        now of `epoch`, has lost; its version is lower after a restart from an old dump, or a failover."""
         if not self._separator:
             return None
         version = await self._store.tenants_version()
         former_epoch, former_version = self._followed
         if (epoch, version) == self._followed:
             return None
-        if epoch == former_epoch and int(version or 0) < int(former_version or 0):
+        is_older = epoch == former_epoch and int(version or 0) < int(former_version or 0)
+        if is_older and not version:
             return None  # Redis has lost the nodes: the next epoch restores the live changes
         changes = await self._store.nodes_of("tenant_changes")
-        if not changes and self._changes and epoch != former_epoch:
-            await self._store.set_tenants("tenant_changes", self._changes)
+        if is_older or (not changes and self._changes and epoch != former_epoch):
+            self._published = "", None  # Redis may have lost the configured nodes, too
+            lost = (dict.fromkeys(changes, "") | dict(self._changes)).items() - changes.items()
+            if lost:
+                await self._store.set_tenants("tenant_changes", dict(sorted(lost)))
             changes = self._changes
         in_force = {**await self._store.nodes_of("tenants"), **changes}
         parsed = {}
