@@ -7,6 +7,7 @@ or as often as half a core allows.
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import math
@@ -27,10 +28,12 @@ import grpc
 import hpack
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from envoy.service.discovery.v3 import discovery_pb2
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker_fleet.admission.budget_transfer import SERVICE as SHARES
-from picker_fleet.domain.allowlist import FAIRNESS_ID
+from picker_fleet.domain.allowlist import DESTINATION, FAIRNESS_ID, SUBSET
+from picker_fleet.domain.units import split_host_port
 from picker_fleet.grpc.frames import (
     CANCEL,
     CONTINUATION,
@@ -48,6 +51,8 @@ from picker_fleet.grpc.frames import (
     frame,
 )
 from picker_fleet.grpc.transport import HEALTH
+from picker_fleet.ingress.ext_proc import codec, eds
+from picker_fleet.ingress.ext_proc.accesslog import NAMESPACE
 from picker_fleet.ingress.ext_proc.accesslog import SERVICE as ACCESS_LOG
 from picker_fleet.ingress.ext_proc.server import PROCESS
 from picker_fleet.state.keys import Keys
@@ -198,6 +203,12 @@ def _ask(model: str = MODEL, **fields: object) -> bytes:
 
 # Bodies
 
+# Eight blocks of deflate (RFC 1951) that have code tables and no data.
+_BLOCKS = base64.b64decode(
+    "BOABgiRJkiRJ/v+5SCxqHlk9eweAADxAkCRJkiTJ/z8XiUXNI6tn7wAQgAcIkiRJkiT5/+cisah5ZPXsHQAC8ABBkiRJkiT//1wkFjWP"
+    "rJ69A0AAHiBIkiRJkuT/n4vEouaR1bN3AAjAAwRJkiRJkvz/c5FY1DyyevYOAAF4gCBJkiRJkv9/LhKLmkdWz94BIAAPECRJkiRJ8v/PRWJR88jq2TsA"
+)
+
 
 @cache
 def _bodies() -> tuple[bytes, ...]:
@@ -218,13 +229,17 @@ def _bodies() -> tuple[bytes, ...]:
         filled(f'{begin}"prompt":"', "\\ud83d\\ude00", '\\ude00"}'),
         filled(f'{begin}"prompt":"x","z":', "9", "}"),
         filled(f'{begin}"mod\\u0065l":"other","prompt":"', "x", '"}'),
+        filled(f'{begin}"input":[{{"image":"x"}}', ',""', "]}"),
+        f'{begin}"prompt":"{chr(0xD83D) * (_BODY_BYTES // 2 - 100)}"}}'.encode("utf-16-le", "surrogatepass"),
+        _BLOCKS * (_BODY_BYTES // len(_BLOCKS)),
     )
 
 
 def _body(number: int) -> bytes:
     bodies = _bodies()
+    body = bodies[number % len(bodies)]
     path = "/v1/chat/completions" if number % len(bodies) == 3 else "/v1/completions"
-    return _request(path, bodies[number % len(bodies)])
+    return _request(path, body, *((("content-encoding", "deflate"),) if body is bodies[-1] else ()))
 
 
 def _half_body(number: int) -> bytes:
@@ -357,9 +372,13 @@ def _message(message: bytes) -> bytes:
     return struct.pack(">BI", 0, len(message)) + message
 
 
-def _process(body: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> tuple[bytes, bytes]:
-    """Envoy's two messages about a request, in mode `standard`."""
-    head = ProcessingRequest(protocol_config={"request_body_mode": 4, "response_body_mode": 4})
+def _process(
+    body: bytes, headers: Mapping[str, str] = MappingProxyType({}), response_body_mode: int = 4
+) -> tuple[bytes, bytes]:
+    """Envoy's two messages about a request, in mode `standard`; `lean` with `response_body_mode` 0."""
+    head = ProcessingRequest(
+        protocol_config={"request_body_mode": 4, "response_body_mode": response_body_mode}
+    )
     for name, value in {":method": "POST", ":path": "/v1/completions", **headers}.items():
         head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     whole = ProcessingRequest(request_body={"body": body, "end_of_stream": True})
@@ -398,6 +417,67 @@ _IDLE = (
 )
 
 
+def _named(*names: str, nonce: str = "") -> bytes:
+    """An EDS request for the clusters `names`, as a gRPC message."""
+    return _message(
+        discovery_pb2.DiscoveryRequest(resource_names=names, response_nonce=nonce).SerializeToString()
+    )
+
+
+_following = partial(_Frames, eds.STREAM, *_CALLING)
+_FOLLOW = _begun(_following, 1, _named(eds.CLUSTER))
+# Each second an attacker sends these requests a hundred times: requests for other clusters than before, and
+# acknowledgements of the first answer that are taken back.
+_ASKED = tuple(
+    (_FOLLOW, frame(DATA, 0, 1, b"".join(requests)))
+    for requests in (
+        (_named(*(eds.CLUSTER,) * 16), _named(*(eds.CLUSTER,) * 15, "other")),
+        (_named(eds.CLUSTER, nonce="1"), _named(eds.CLUSTER)),
+    )
+)
+_TINY_HEADERS = (
+    b"\x40\x01a\x01b" + b"\xbe" * 1900
+)  # a header that joins the HPACK table, and references to it
+
+
+def _large(path: str, messages: bytes) -> bytes:
+    """The beginning of a connection with eight requests of `path`, each with `messages` in full frames."""
+    encoding, begun = _Frames(path, *_CALLING), [_HELLO]
+    for _ in range(8):
+        stream, head = encoding.begin()
+        parts = (messages[at : at + 16_384] for at in range(0, len(messages), 16_384))
+        begun += [head, *(frame(DATA, 0, stream, part) for part in parts)]
+    return b"".join(begun)
+
+
+@cache
+def _tiny_parts() -> tuple[bytes, ...]:
+    """Connections whose headers or messages have as many parts as possible."""
+    empty, hinted, entries = ProcessingRequest(), ProcessingRequest(), als_pb2.StreamAccessLogsMessage()
+    for _ in range(60_000):
+        empty.request_headers.headers.headers.add()
+        entries.http_logs.log_entry.add()
+    hinted.metadata_context.filter_metadata[codec.SUBSET_HINT].update({SUBSET: [""] * 60_000})
+    log = f"/{ACCESS_LOG}/StreamAccessLogs"
+    return (
+        _HELLO + b"".join(frame(HEADERS, END_HEADERS, stream, _TINY_HEADERS) for stream in range(1, 481, 2)),
+        _large(PROCESS, _message(empty.SerializeToString())),
+        _large(PROCESS, _message(hinted.SerializeToString())),
+        _large(log, _message(entries.SerializeToString())),
+        _large(log, _message(b"") * 50_000),
+    )
+
+
+def _tiny(number: int) -> bytes:
+    return _tiny_parts()[number % len(_tiny_parts())]
+
+
+async def _watch(target: Target, number: int) -> str:
+    """Begin a stream that never ends, a connection each, at one replica."""
+    begun = (_begun(_watching, 1, _message(b""), END_STREAM), _FOLLOW)
+    return await _send("grpc", lambda _: begun[number % 2], target._replace(grpc=target.grpc[:1]), number)
+
+
 @cache
 def _wakes() -> tuple[tuple[bytes, bytes], ...]:
     """Thousands of streams with open windows, most of which wait for the connection's window; then changes of
@@ -425,16 +505,23 @@ async def _abandon(after_s: float, target: Target, number: int) -> str:
     return "left"
 
 
-async def _take_over(target: Target, number: int) -> str:
-    """Send requests with the ids and the flow of others' running or waiting requests, but another body."""
-    path = ("/api/v1/inflight?limit=8", "/api/v1/queue?limit=8")[number % 2]
+async def _list(target: Target, kind: str) -> list[dict[str, str]] | str:
+    """Requests that run (`inflight`) or wait (`queue`), or the status of the refusal."""
     async with _connected(target, "admin") as (reader, writer):
-        writer.write(_reading(path))
+        writer.write(_reading(f"/api/v1/{kind}?limit=8"))
         if (status := await _status(reader)) != "200":
             return status
         listed = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        return next(rows for rows in listed.values() if isinstance(rows, list))
+
+
+async def _take_over(target: Target, number: int) -> str:
+    """Send requests with the ids and the flow of others' running or waiting requests, but another body."""
+    listed = await _list(target, ("inflight", "queue")[number % 2])
+    if isinstance(listed, str):
+        return listed
     async with _channel(target) as channel:
-        for each in next(rows for rows in listed.values() if isinstance(rows, list)):
+        for each in listed:
             stream = channel.stream_stream(PROCESS)()
             named = {"x-request-id": each["id"], FAIRNESS_ID[0]: HONEST}
             for message in _process(_ask(prompt="a stranger's"), named):
@@ -444,6 +531,45 @@ async def _take_over(target: Target, number: int) -> str:
                     await stream.read()
             stream.cancel()
     return "asked"
+
+
+def _reported(request_id: str, endpoint: str, token: str = "", status: int = 0) -> bytes:
+    """An access-log message: about the request's end with a `token`, else about an attempt at `endpoint`; the
+    connection failed, or the endpoint answered `status`."""
+    message = als_pb2.StreamAccessLogsMessage()
+    entry = message.http_logs.log_entry.add(request={"request_id": request_id})
+    common = entry.common_properties
+    common.access_log_type = accesslog_pb2.DownstreamEnd if token else accesslog_pb2.UpstreamEnd
+    common.metadata.filter_metadata["picker"].update({"id": request_id, "token": token} if token else {})
+    common.response_flags.upstream_connection_failure = not status
+    entry.response.response_code.value = status
+    entry.response.response_headers["retry-after"] = "60"
+    address = common.upstream_remote_address.socket_address
+    address.address, address.port_value = split_host_port(endpoint)
+    return bytes(message.SerializeToString())
+
+
+async def _report(target: Target, number: int) -> str:
+    """Report failed connections of others' requests and of an own one; other endpoints than its own as full;
+    and its end, with its token, a hundred times."""
+    listed = await _list(target, "inflight")
+    if isinstance(listed, str):
+        return listed
+    async with _channel(target) as channel:
+        stream = channel.stream_stream(PROCESS, response_deserializer=ProcessingResponse.FromString)()
+        for message in _process(_ask(), {"x-request-id": f"own-{number}"}, response_body_mode=0):
+            await stream.write(message)
+        picked = (await stream.read()).dynamic_metadata
+        if "picker" not in picked:
+            return "no place"
+        own, token = picked["picker"]["id"], picked["picker"]["token"]
+        here = picked[NAMESPACE][DESTINATION].split(",")[0]
+        others = {each["endpoint"] for each in listed} - {here}
+        reports = [_reported(each["id"], each["endpoint"]) for each in listed]
+        reports += [_reported(own, here), *(_reported(own, other, status=429) for other in others)]
+        reports += [_reported(own, here, token), *[_reported(own, here, token, status=200)] * 100]
+        await channel.stream_unary(f"/{ACCESS_LOG}/StreamAccessLogs")(iter(reports))
+    return "taken"
 
 
 @cache
@@ -478,7 +604,7 @@ def _forged(number: int) -> bytes:
         common.metadata.filter_metadata["picker.usage"].update({"completion_tokens": 1e300})
         entry.response.response_code.value = dice.choice((0, 200, 2**32 - 1))
         entry.request.request_id = metadata["id"]
-    return message.SerializeToString()
+    return bytes(message.SerializeToString())
 
 
 async def _forge(target: Target, number: int) -> str:
@@ -541,7 +667,8 @@ def _path(number: int) -> bytes:
 
 # The admin port, the port of mode `http`, Redis
 
-_READS = (*("/metrics",) * 3, "/openapi.json", "/docs", "/healthz", "/api/v1/state", "/none")
+_TINY_QUERIES = ("/api/v1/endpoints?" + "a&" * 30_000, "/" + "%41" * 5000)
+_READS = (*("/metrics",) * 3, "/openapi.json", "/docs", "/healthz", "/api/v1/state", "/none", *_TINY_QUERIES)
 _HALVES = (
     b"",
     b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
@@ -579,6 +706,7 @@ _CHECKS = (  # an attacker sends each at 100 MB/s
     (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of a chunk
     (_CHECK % b"1.1" + b"x: ", b"x" * 1_000_000),  # one header
     (_CHECK % b"2.0" + b"content-length: 2\r\n\r\n{}", b""),
+    (b"", b"GET / HTTP/1.1\r\n\r\n" * 14_000),  # requests at once, without waiting for an answer
 )
 
 _POOL = Keys.of("default").pool
@@ -622,6 +750,10 @@ ATTACKS = (
     Attack("idle connections to the gRPC ports", partial(_send, "grpc", lambda _: b""), 2.0, at_once=500),
     Attack("forged access logs, accounting tokens and shares", _forge, 0.1),
     Attack("takeover of requests by their ids", _take_over, 0.5),
+    Attack("false reports of failures and ends", _report, 0.2),
+    Attack("EDS requests that change", partial(_flood, "grpc", _ASKED), 5.0, at_once=2),
+    Attack("headers and messages of tiny parts", partial(_send, "grpc", _tiny), 1.0, at_once=20),
+    Attack("endless streams of one address", _watch, 5.0, at_once=3200),
     Attack(
         "TLS handshakes without an end",
         partial(_send, "tls", _handshake),
@@ -634,6 +766,9 @@ ATTACKS = (
     Attack("paths that are not inference, guessed keys", partial(_answered, _path), 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
     Attack("requests of any size at http.listen", partial(_flood, "http", _CHECKS), 0.5, needs="http"),
+    Attack(
+        "half-sent requests at http.listen", partial(_send, "http", _half), 2.0, at_once=500, needs="http"
+    ),
     Attack("a Redis user of another pool", _use_redis, 0.2),
 )
 _LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop: stands for network latency
