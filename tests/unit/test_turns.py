@@ -1,5 +1,7 @@
 """Turns of connections on the event loop."""
 
+import asyncio
+
 from background import until
 
 from picker_fleet.grpc.turns import Line, Turns
@@ -29,3 +31,14 @@ async def test_a_connection_becomes_trusted_once_it_is_answered_while_its_work_w
     turns.ask(stranger)
     await until(lambda: gateway.done >= gateway.left)
     assert stranger.done <= 64
+
+
+async def test_strangers_may_use_a_seconds_work_at_once_and_then_wait() -> None:
+    turns = Turns(step_work=64, strangers_work=10_000)
+    upload, flood = Backlog(9_000, trusts=False), Backlog(10**9, trusts=False)
+    for each in (upload, flood):
+        turns.ask(each)
+        for _ in range(160):
+            await asyncio.sleep(0)
+    assert upload.done >= upload.left
+    assert 0 < flood.done <= 10_000

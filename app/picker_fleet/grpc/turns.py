@@ -5,7 +5,8 @@ order of their tags: a tag is the virtual time at which the connection has used 
 with little work goes first, however much work other connections have.
 
 Trusted connections go before untrusted ones (strangers). All strangers together get a limited part of the
-loop's time: if they flood the picker, they take no CPU from the gateway, which may share the machine.
+loop's time: if they flood the picker, they take no CPU from the gateway, which may share the machine. What
+they do not use in a second they may use later, so a gateway's first request after a pause does not wait.
 """
 
 import asyncio
@@ -43,11 +44,12 @@ class Worker(Protocol):
 
 class Turns:
     """Gives connections turns to work: at most about `step_work` units of work in one step of the event loop,
-    and at most `strangers_work` units a second for all untrusted connections (strangers)."""
+    and `strangers_work` units a second for all untrusted connections (strangers), saved up for one second."""
 
     def __init__(self, step_work: int, strangers_work: int) -> None:
         self._step_work = self._left = step_work
-        self._strangers_work, self._strangers_left = strangers_work, float(step_work)
+        self._strangers_work = strangers_work
+        self._strangers_left = self._strangers_most = float(max(step_work, strangers_work))
         self._trusted, self._strangers = Line(), Line()
         self._numbers = itertools.count()  # workers with equal tags take turns in order of arrival
         self._cancelled: deque[asyncio.Task[Any]] = deque()
@@ -113,7 +115,7 @@ class Turns:
         self._renewing = False
         now_s = self._loop.time()
         more = (now_s - self._renewed_s) * self._strangers_work
-        self._strangers_left = min(self._strangers_left + more, float(self._step_work))
+        self._strangers_left = min(self._strangers_left + more, self._strangers_most)
         self._renewed_s, self._left = now_s, self._step_work
         while self._cancelled and 2 * self._left > self._step_work:
             self._left -= _CANCEL_WORK
