@@ -112,6 +112,19 @@ def test_media_among_thousands_of_objects_are_not_searched_for() -> None:
         assert media.found(text, {"messages": memoryview(text)}) == (0, 0.0, 0)
 
 
+@cases("value, count, is_found", {
+    "few values": ('""', 200_000, True),
+    "strings": ('""', 600_000, False),
+    "null": ("null", 600_000, False),
+    "one long text": (json.dumps(", " * 300_000), 1, True),
+})  # fmt: skip
+def test_media_among_hundreds_of_thousands_of_values_are_not_searched_for(
+    value: str, count: int, is_found: bool
+) -> None:
+    text = f'{{"input":[{json.dumps(IMAGE)},{",".join([value] * count)}]}}'.encode()
+    assert (media.found(text, {"input": memoryview(text)})[2] == 1) == is_found
+
+
 @given(st.sampled_from([file[:12] for file, _ in FILES.values()]), st.binary(max_size=200))
 def test_any_random_media_file_has_a_valid_cost(head: bytes, rest: bytes) -> None:
     for data in (
