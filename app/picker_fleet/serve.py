@@ -22,7 +22,7 @@ import uvloop
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
 from picker_fleet.background import Work, count_failures, keep, report_unhandled
-from picker_fleet.domain.budgets import ByPool, body_budgets
+from picker_fleet.domain.budgets import ByPool, allow_many_files, body_budgets
 from picker_fleet.domain.config import Settings, load, pools_of
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.sections import Tls
@@ -261,6 +261,7 @@ def run(args: argparse.Namespace) -> int:
     # Collect garbage seldom to save a few per cent of CPU time: requests leave few reference cycles.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()
+    allow_many_files()
     uvloop.run(serve(settings, replica, _report))
     return 0
 

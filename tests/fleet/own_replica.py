@@ -37,9 +37,15 @@ class Replica:
     """A replica's process, its gRPC services and its admin API."""
 
     def __init__(
-        self, process: Any, channel: grpc.aio.Channel, admin: httpx.AsyncClient, endpoint: str
+        self,
+        process: Any,
+        bound: Mapping[str, str],
+        channel: grpc.aio.Channel,
+        admin: httpx.AsyncClient,
+        endpoint: str,
     ) -> None:
         self.process = process
+        self.bound = bound  # the addresses of its listeners
         self.admin = admin
         self.endpoint = endpoint  # the address of the replica's model server
         self._health = health_pb2_grpc.HealthStub(channel)
@@ -117,7 +123,7 @@ async def served(
                 grpc.aio.insecure_channel(bound["grpc"]) as channel,
                 http_client(bound["admin"]) as admin,
             ):
-                yield Replica(process, channel, admin, page.address)
+                yield Replica(process, bound, channel, admin, page.address)
         finally:
             if process.returncode is None:
                 process.kill()

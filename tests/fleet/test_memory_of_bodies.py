@@ -1,4 +1,5 @@
-"""A replica that buffers large bodies stays within the memory limit of the Kubernetes manifests."""
+"""A replica that buffers large bodies stays within the memory limit of the Kubernetes manifests; with many
+connections it stays within its limit of open files."""
 
 import asyncio
 import contextlib
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import yaml
+from crowd import http_client
 from extproc_client import body, headers, parts, trailers
 from fleet_load import total
 from metrics_page import samples_of
@@ -18,6 +21,7 @@ from redis_servers import Server
 from script_fleet import until
 
 from picker_fleet.domain.config import parse
+from picker_fleet.domain.units import split_host_port
 
 MIB = 1024 * 1024
 PEAK_MIB = 400
@@ -172,3 +176,21 @@ async def test_forty_large_queued_bodies_stay_within_max_buffered_bytes(
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await at_rest(replica)
+
+
+async def test_connections_to_one_port_leave_open_files_for_the_others(
+    valkey: Server, tmp_path: Path
+) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+
+    async with (
+        served(valkey.url, tmp_path, preexec_fn=limit) as replica,
+        contextlib.AsyncExitStack() as opened,
+    ):
+        assert psutil.Process(replica.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (512, 512)
+        for _ in range(600):
+            _, writer = await asyncio.open_connection(*split_host_port(replica.bound["grpc"]))
+            opened.callback(writer.close)
+        async with http_client(replica.bound["admin"]) as another:
+            assert (await another.get("/healthz")).status_code == 200

@@ -1,8 +1,10 @@
-"""The pools of one process, and request bodies in the memory that all pools share."""
+"""What one process has for all pools: the pools, memory for request bodies, and open files."""
 
 import asyncio
+import contextlib
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, Generic, TypeVar
@@ -23,6 +25,20 @@ _TOLD_POOLS = 100  # log at most this many unknown pool names
 _log = logging.getLogger(__name__)
 _Each = TypeVar("_Each")
 _Other = TypeVar("_Other")
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files to the hard limit: container runtimes begin with 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections(most: int) -> int:
+    """How many connections a port takes: `most`, but at most a quarter of the files that this process may
+    open. Otherwise connections to one port would leave no files for other ports and for Redis."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
 
 class ByPool(Generic[_Each]):

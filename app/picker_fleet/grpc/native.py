@@ -12,7 +12,7 @@ from functools import partial
 from typing import cast
 
 from picker_fleet.background import keep
-from picker_fleet.domain.budgets import BodyBudget
+from picker_fleet.domain.budgets import BodyBudget, most_connections
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
 from picker_fleet.grpc.http2 import Connection, Open, open_stream
@@ -49,9 +49,8 @@ class NativeTransport:
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._message_bytes = message_bytes
         self._refused: set[bytes] = set()  # paths whose new streams are refused
-        if certificates is not None:
-            limits = replace(limits, connections=min(limits.connections, MAX_TLS_CONNECTIONS))
-        self.peers = Peers(limits)
+        most = limits.connections if certificates is None else min(limits.connections, MAX_TLS_CONNECTIONS)
+        self.peers = Peers(replace(limits, connections=most_connections(most)))
         self._connections = cast(set[Connection], self.peers.connections)
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []

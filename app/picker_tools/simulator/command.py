@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import resource
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Generator
 import uvicorn
 import uvloop
 
+from picker_fleet.domain.budgets import allow_many_files
 from picker_fleet.domain.errors import PickerError, StartupError
 from picker_tools.arguments import decimal, milliseconds, port, whole_number
 from picker_tools.simulator.engine import Limits
@@ -52,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 async def serve(listener: socket.socket, profile: Profile) -> None:
     """Serve as `profile` says until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
-    _allow_many_files()
+    allow_many_files()
     config = uvicorn.Config(
         ModelServer(profile),
         http="httptools",
@@ -76,13 +76,6 @@ async def serve(listener: socket.socket, profile: Profile) -> None:
     host, port = listener.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.serve(sockets=[listener])
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files to the hard limit: each connection needs a file descriptor."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

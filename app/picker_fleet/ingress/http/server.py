@@ -21,7 +21,7 @@ from typing import Final, cast
 import httptools
 
 from picker_fleet.domain.allowlist import SUBSET
-from picker_fleet.domain.budgets import POOL_HEADER, ByPool
+from picker_fleet.domain.budgets import POOL_HEADER, ByPool, most_connections
 from picker_fleet.domain.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
@@ -53,7 +53,7 @@ class CheckServer:
     ) -> None:
         if certificates is not None:
             max_connections = min(max_connections, MAX_TLS_CONNECTIONS)
-        self.contexts, self._max_connections = contexts, max_connections
+        self.contexts, self._max_connections = contexts, most_connections(max_connections)
         self.context = contexts.of(b"")
         self._certificates = certificates
         self._listen = listen
