@@ -91,7 +91,11 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     try:
         http_port = await checks.start() if checks is not None else 0
         operated = [pool.operated for pool in pools.values()]
-        api_app = api.create(operated, settings, full=lambda: grpc_server.full or _cut_off(pools.values()))
+
+        def full() -> str:
+            return grpc_server.full or (checks.full if checks else "") or _cut_off(pools.values())
+
+        api_app = api.create(operated, settings, full=full)
         async with admin_server.serving(
             api_app, settings.admin.listen, certificates=admin_certificates
         ) as admin:

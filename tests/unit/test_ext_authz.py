@@ -41,9 +41,10 @@ class Stage:
     now_s: list[float]
     connections: list[Connection] = field(default_factory=list)
 
-    async def send(self, *chunks: bytes) -> Connection:
-        """Open a connection and send `chunks`."""
-        connection = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+    async def send(self, *chunks: bytes, address: str = "127.0.0.1") -> Connection:
+        """Open a connection from `address` and send `chunks`."""
+        opened = asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
+        connection = Connection(*await opened)
         self.connections.append(connection)
         connection.send(*chunks)
         return connection
@@ -332,6 +333,26 @@ async def test_at_the_connection_limit_only_an_idle_connection_is_closed_for_a_n
         stage.gate.open.set()
         assert [(await each.reply()).status for each in (waiting, second)] == [200, 200]
     assert any("connections of the http mode's port" in line for line in caplog.messages)
+
+
+async def test_one_address_cannot_take_all_connections() -> None:
+    async with staged(server={"max_connections": 8}) as stage:
+        # The gateway has been idle for longest when another address sends requests that never end.
+        gateway = await stage.send(HEALTH, address="127.0.0.2")
+        assert (await gateway.reply()).status == 200
+        for number in range(1, 7):
+            await stage.send(check()[:-5])
+            await until(lambda number=number: stage.context.open_requests.count == number)
+        assert await (await stage.send(HEALTH)).ended() == b""
+        gateway.send(check())
+        assert (await gateway.reply()).status == 200
+        assert stage.server.full == ""
+        gateway.send(check()[:-5])
+        await stage.send(check()[:-5], address="127.0.0.3")
+        await until(lambda: stage.context.open_requests.count == 8)
+        assert stage.server.full == "all 8 connections of the http mode's port are taken"
+    await until(lambda: not stage.server._connections)
+    assert not stage.server._at_address
 
 
 async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed(

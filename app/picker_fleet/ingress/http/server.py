@@ -8,13 +8,14 @@ Envoy puts `/check` before each client's path, so clients cannot reach the serve
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
 the waiting request. One periodic task closes connections that stall within a request or an answer, so no
 request needs a timer of its own. At the limit of connections, a new connection replaces the connection that
-has been idle for longest. docs/protocol.md lists the headers.
+has been idle for longest. The last quarter of that limit is kept for other addresses than the one that has
+all others, since unfinished requests keep connections in use. docs/protocol.md lists the headers.
 """
 
 import asyncio
 import logging
 import socket
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Final, cast
 
@@ -58,6 +59,7 @@ class CheckServer:
         self._certificates = certificates
         self._listen = listen
         self._connections: set[_Connection] = set()
+        self._at_address: Counter[str] = Counter()  # connections of each address
         self._idle: OrderedDict[_Connection, None] = OrderedDict()  # idle connections, the longest idle first
         self._server: asyncio.Server | None = None
         self._ready = False
@@ -114,23 +116,38 @@ class CheckServer:
         for connection in list(self._connections):
             connection.close()
 
+    @property
+    def full(self) -> str:
+        """The reason why new connections are refused; '' while they are accepted."""
+        if len(self._connections) < self._max_connections or self._idle:
+            return ""
+        return f"all {self._max_connections} connections of the http mode's port are taken"
+
     def opened(self, connection: "_Connection") -> bool:
-        """Add a connection; at the limit, close an idle one first. Returns False if no connection is idle."""
-        if len(self._connections) >= self._max_connections:
+        """Add a connection; at a limit, close an idle one first. Returns False if no connection is idle."""
+        address, most = connection.address, self._max_connections
+        has_most = address != "" and self._at_address[address] >= most - most // 4
+        if has_most or len(self._connections) >= most:
             _log.warning(
                 "all %d connections of the http mode's port are taken: idle ones are closed",
-                self._max_connections,
+                most - most // 4 if has_most else most,
+                extra={"peer": address},
             )
-            if not self._idle:
+            spare = next((each for each in self._idle if not has_most or each.address == address), None)
+            if spare is None:
                 return False
-            self._idle.popitem(last=False)[0].abort()
+            self.closed(spare)
+            spare.abort()
         self._connections.add(connection)
+        self._at_address[address] += 1
         self._idle[connection] = None
         return True
 
     def closed(self, connection: "_Connection") -> None:
         """Remove a connection that has ended."""
-        self._connections.discard(connection)
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._at_address -= Counter((connection.address,))  # also removes an address without connections
         self._idle.pop(connection, None)
 
     def began(self, connection: "_Connection") -> None:
@@ -167,6 +184,7 @@ class _Connection(asyncio.Protocol):
         self._context = server.context
         self._wanted = server.wanted
         self._transport: asyncio.Transport | None = None
+        self.address = ""
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._body = self._context.new_body()
@@ -208,6 +226,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
         if not self._server.opened(self):
             self._transport.abort()
             return
