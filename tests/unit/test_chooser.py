@@ -257,6 +257,9 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
     assert known.chooser.shortfall_s(prompt) is None
     late_s = known.chooser.shortfall_s(prompt._replace(latency=LatencyObjective(ttft_s=0.1)))
     assert late_s == pytest.approx(0.7, abs=0.1)
+    picture = prompt._replace(body_bytes=1_000_000, prompt_bytes=40_000)
+    assert known.chooser.shortfall_s(picture) is None, "an image costs less than its base64"
+    assert list(known.choose(latency=objective, body_bytes=10**6, prompt_bytes=40_000)) == [B, A]
     assert known.chooser.early_ms(prompt) == 0
     known.chooser.follow(EffectiveConfig(parse({"fair_request_queue": {"ordering": "edf"}}), {}))
     # To have its first token after 1 s of its TTL of 10 s, the request must start 0.2 s after its arrival.

@@ -1,10 +1,12 @@
 """Parsing of request bodies, headers and metadata, valid and malformed (docs/protocol.md; G10)."""
 
+import base64
 import contextlib
 import itertools
 import json
 import math
 import string
+import struct
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -901,6 +903,23 @@ def test_the_path_says_if_a_request_can_be_split_and_is_charged_for_an_answer(si
         expected = path in splits, 0 if path in silent else 3 * 256, False
         assert (request.can_split, request.answer_tokens, request.learn) == expected, path
         assert request.cost == (3 if unit == "requests" else request.prompt_tokens + request.answer_tokens)
+
+
+@pytest.mark.parametrize("unit", ["requests", "tokens"])
+def test_latencies_are_predicted_from_the_tokens_of_media_and_not_from_their_base64(unit: str) -> None:
+    intake = intake_of(
+        parse({"request_queue_controller": {"unit": unit}}),
+        prefixes=Mock(needs_prefix_hashes=False, has_encoders=False, predicts=True),
+    )
+    picture = b"GIF89a" + struct.pack("<HH", 280, 560) + bytes(90_000)  # 200 tokens
+    url = f"data:image/gif;base64,{base64.b64encode(picture).decode()}"
+    text = {"type": "text", "text": "What is this? " * 100}
+    content = [text, {"type": "image_url", "image_url": {"url": url}}]
+    body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
+    request = intake.request(read_body(body), {}, subset=None, trusted=False)
+    assert (request.body_bytes, request.prompt_bytes) == (len(body), pytest.approx(2250, rel=0.05))
+    plain = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [text] * 10}]})
+    assert intake.request(read_body(plain), {}, subset=None, trusted=False).prompt_bytes == 0
 
 
 @pytest.mark.parametrize("unit", ["requests", "tokens"])

@@ -67,7 +67,8 @@ class InferenceRequest(NamedTuple):
     ordering `edf` the request is served as if its TTL ended `early_ms` sooner. `prompt_tokens` and
     `answer_tokens` are estimates for the quotas of tenants, 0 without tenants; with `learn`, `answer_tokens`
     is 0 and the answer's mean length is added, too. `can_split`: other endpoints may prefill the prompt and
-    encode its media (images …). `media` is the most endpoints that may encode, 0 for none.
+    encode its media (images …). `media` is the most endpoints that may encode, 0 for none. `prompt_bytes` is
+    `body_bytes` with media counted by their tokens; 0 if the media are few or unknown.
     """
 
     id: str
@@ -99,6 +100,7 @@ class InferenceRequest(NamedTuple):
     answer_tokens: float = 0.0
     can_split: bool = False
     media: int = 0
+    prompt_bytes: int = 0
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this request is a retry of `other`, which has the same id."""

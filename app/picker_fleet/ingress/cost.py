@@ -13,7 +13,7 @@ A client could claim a false cost. So a request takes at most a share of the sto
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -74,15 +74,13 @@ class Estimate(NamedTuple):
     """The estimated tokens of a request: of all its prompts, and of the answers of all its sequences.
 
     `lacks_answer`: `answer` is 0, since no estimate is known; the scripts add the mean answer. `prompt_size`
-    is the size of the prompt's text; 0 if the engine's usage will count more than this text. `media` counts
-    the request's images, audio and video, except files in a form.
+    is the size of the prompt's text; 0 if the engine's usage will count more than this text.
     """
 
     prompt: float
     answer: float
     lacks_answer: bool
     prompt_size: int
-    media: int = 0
 
 
 def tokens(
@@ -94,12 +92,12 @@ def tokens(
     most: float,
     default: float,
     line: PromptLine = UNLEARNED,
-    files: Sequence[tuple[int, int]] = (),
+    found: media.Found = media.NONE,
     is_one: bool = False,
 ) -> Estimate:
     """Estimate a request's tokens.
 
-    `body` is b'' if only its length `size_bytes` is known; `files` are the byte ranges of a form's files.
+    `body` is b'' if only its length `size_bytes` is known; `found` are its media.
     `is_one`: the body has one prompt, which is text or chat messages, and no sections.
     `line` is the prompt line of the request's model. `count` is the number of sequences; `most` bounds the
     tokens (prompt and answer) of a sequence; `default` is the assumed length of each of several answers.
@@ -111,19 +109,18 @@ def tokens(
         if _NUMBERS.match(text):
             others[name] = members[name]
             ids += text.count(b",") + 1
-    media_bytes, media_tokens, found = media.of_form(body, files) if files else media.found(body, members)
-    size = _text_size(body, size_bytes, _length(others), media_bytes)
+    size = _text_size(body, size_bytes, _length(others), found.size_bytes)
     # Use comparisons here: calls of min and max would take a tenth of this function's time.
-    other_tokens, bound = ids + media_tokens, count * most
+    other_tokens, bound = ids + found.tokens, count * most
     bound = bound if bound < MOST_COST else MOST_COST
     prompt = line.tokens(size) + other_tokens
     prompt = prompt if prompt > 1 else 1.0
     prompt = prompt if prompt < bound else bound
     told = round(size) if count == 1 and members and not other_tokens else 0
     if longest < 1 and count == 1:
-        return Estimate(prompt, 0.0, True, told, found)
+        return Estimate(prompt, 0.0, True, told)
     answer = count * (default if longest < 1 else int(min(longest, _MOST_ANSWER_TOKENS)))
-    return Estimate(prompt, answer if answer < bound - prompt else bound - prompt, False, told, found)
+    return Estimate(prompt, answer if answer < bound - prompt else bound - prompt, False, told)
 
 
 def _lists(members: Members) -> Iterator[tuple[str, bytes]]:

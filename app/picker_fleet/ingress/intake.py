@@ -393,7 +393,8 @@ class Intake:
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # with stored state, usage counts more than this prompt
-            "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found,
+            "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found.number,
+            found.prompt_bytes(ask.body_bytes) if found.size_bytes else 0,
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -432,17 +433,24 @@ class Intake:
             raise BadRequest("the request names no model, and the pool has no default model (default_model)")
         return model
 
-    def _cost(self, ask: Ask, text: bytes, model: str) -> tuple[float, bool, int, float, float, int]:
+    def _cost(self, ask: Ask, text: bytes, model: str) -> tuple[float, bool, int, float, float, media.Found]:
         """The cost of `ask`, with the body `text`, in the stock's unit; whether this cost lacks the answer's
         tokens; the prompt's size, 0 if usage will not show its tokens; the tokens of prompt and of answer, 0
-        without tenants; the number of media that encode endpoints may encode."""
+        without tenants; the media in the body."""
         members = ask.members
         is_one = _is_one_text(members)
         count = 1 if is_one else cost.sequences(members)
-        encoded = ask.can_split and self._prefixes is not None and self._prefixes.has_encoders
-        if not (self._in_tokens or self._counts_quotas or self._estimate_cost):
-            return float(count), False, 0, 0.0, 0.0, media.found(text, members)[2] if encoded else 0
-        prompt, answer, lacks_answer, size, found = cost.tokens(
+        counts = self._in_tokens or self._counts_quotas or self._estimate_cost is not None
+        prefixes, found = self._prefixes, media.NONE
+        encoded = ask.can_split and prefixes is not None and prefixes.has_encoders
+        predicts = prefixes is not None and prefixes.predicts
+        if counts or encoded or (predicts and (ask.files or media.may_fill(text))):
+            found = media.of_form(text, ask.files) if ask.files else media.found(text, members)
+            if found.number and not encoded:
+                found = found._replace(number=0)
+        if not counts:
+            return float(count), False, 0, 0.0, 0.0, found
+        prompt, answer, lacks_answer, size = cost.tokens(
             text,
             ask.body_bytes,
             members,
@@ -450,7 +458,7 @@ class Intake:
             most=self._longest.get(model, math.inf),
             default=self._answer_tokens,
             line=self._prompt_line(model),
-            files=ask.files,
+            found=found,
             is_one=is_one,
         )
         if not ask.generates:
@@ -467,8 +475,7 @@ class Intake:
             estimated = prompt + answer if self._in_tokens else float(count)
         if not self._counts_quotas:
             prompt = answer = 0.0
-        size, found = size if self._in_tokens else 0, found if encoded else 0
-        return estimated, lacks_answer, size, prompt, answer, found
+        return estimated, lacks_answer, size if self._in_tokens else 0, prompt, answer, found
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)

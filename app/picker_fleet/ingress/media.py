@@ -14,10 +14,12 @@ at most `_MOST_HEADERS` file headers of a body are read, in small pieces.
 import binascii
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypedDict
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 import orjson
+
+from picker_fleet.scheduling.forecasts import BYTES_A_TOKEN
 
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for bad JSON
 MEMBERS: Final = ("messages", "input", "contents", "images", "image_data")  # members that may have media
@@ -40,6 +42,7 @@ _ENDS_BYTES = 256  # search this many bytes at each end of a file's JSON text fo
 
 # Matches the start of a file in base64: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
+_ENCODED = re.compile(rb"[A-Za-z0-9+/\\]{64}")  # base64: no text has so long a word
 _ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # maximum segments of a JPEG to skip before the segment with the image's size
@@ -56,20 +59,41 @@ def only(names: Iterable[str]) -> Any:
     return typed_dict("Members", dict.fromkeys(names, msgspec.Raw), total=False)
 
 
-def found(body: bytes, members: Mapping[str, Any]) -> tuple[int, float, int]:
-    """The bytes that media take in a body, their cost in tokens, and their number; all 0 if the picker cannot
-    find the media."""
+class Found(NamedTuple):
+    """The bytes that media take in a body, their cost in tokens, and how many encode endpoints may encode."""
+
+    size_bytes: int = 0
+    tokens: float = 0.0
+    number: int = 0
+
+    def prompt_bytes(self, body_bytes: int) -> int:
+        """The length of a text that has as many tokens as a body of `body_bytes` with these media."""
+        return max(body_bytes - self.size_bytes, 0) + round(self.tokens * BYTES_A_TOKEN)
+
+
+NONE: Final = Found()
+
+
+def found(body: bytes, members: Mapping[str, Any]) -> Found:
+    """The media in a body; none if the picker cannot find them."""
     if not _may_have_media(body, members):
-        return 0, 0.0, 0
+        return NONE
     try:
         _collect(_prompted.decode(body), media := _Media())
     except MALFORMED:
-        return 0, 0.0, 0
-    return media.size_bytes, media.tokens, media.count
+        return NONE
+    return Found(media.size_bytes, media.tokens, media.count)
 
 
-def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, int]:
-    """The bytes of a form's `files` (start, end), their cost in tokens, and 0 media for encode endpoints."""
+def may_fill(body: bytes) -> bool:
+    """Whether a 16th of the body may be media. Takes 5 µs; `found` takes 3 ns for each byte of most texts."""
+    return len(body) > _SHORT_BYTES and any(
+        _ENCODED.match(body, at) for at in range(0, len(body), len(body) // 16 + 1)
+    )
+
+
+def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> Found:
+    """A form's `files` (start, end)."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start
@@ -79,7 +103,7 @@ def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> tuple[int, float, 
 
         known = _File(read, end - start).tokens() if number < _MOST_HEADERS else 0.0
         tokens += known or (end - start) / _UNKNOWN_BYTES_A_TOKEN
-    return size_bytes, tokens, 0
+    return Found(size_bytes, tokens)
 
 
 class _Media:

@@ -210,6 +210,11 @@ class EndpointChooser:
         return self._scores_prefixes or self._forecasts.used
 
     @property
+    def predicts(self) -> bool:
+        """Whether the latencies of requests are predicted."""
+        return self._forecasts.used
+
+    @property
     def has_encoders(self) -> bool:
         """Whether an endpoint encodes images, audio and video for others."""
         return bool(self._endpoints.current.encoders)
@@ -374,7 +379,9 @@ class EndpointChooser:
     def _uncached_tokens(self, request: InferenceRequest, cached_blocks: int) -> float:
         """The estimated tokens of the prompt beyond its first `cached_blocks` blocks."""
         line = self._fleet.prompt_line(request.model)
-        tokens = request.prompt_tokens or line.tokens(request.prompt_size or request.body_bytes)
+        tokens = request.prompt_tokens or line.tokens(
+            request.prompt_size or request.prompt_bytes or request.body_bytes
+        )
         cached = cached_blocks * BLOCK_BYTES / max(request.body_bytes, 1)
         return tokens * max(1.0 - cached, 0.0)
 

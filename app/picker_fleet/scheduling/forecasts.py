@@ -17,7 +17,7 @@ from picker_fleet.scheduling.scorers import EndpointState
 from picker_fleet.scheduling.splitting import StageTimes
 from picker_fleet.state import accounting_token
 
-_BYTES_A_TOKEN = 4  # the fit corrects this estimate, so only its ratio between requests matters
+BYTES_A_TOKEN: Final = 4  # the fit corrects this estimate, so only its ratio between requests matters
 # A model's name with this prefix stands for the model's split requests; real names have no control
 # characters. TTFT of split requests is learnt without the predicted wait at the decode endpoint.
 _SPLIT: Final = "\x1f"
@@ -179,8 +179,8 @@ class Forecasts:
 
 def _own_tokens(request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> float:
     """The tokens of the prompt that are not cached on the endpoint in `state`."""
-    cached_bytes = matches.get(state.address, 0) * BLOCK_BYTES
-    return max(request.body_bytes - cached_bytes, 0) / _BYTES_A_TOKEN
+    cached = matches.get(state.address, 0) * BLOCK_BYTES / max(request.body_bytes, 1)
+    return (request.prompt_bytes or request.body_bytes) * max(1.0 - cached, 0.0) / BYTES_A_TOKEN
 
 
 def _ttft_s(forecast: Forecast) -> float:
