@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import struct
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -76,6 +77,25 @@ def test_the_header_of_a_media_file_gives_its_cost(file: bytes, tokens: float) -
                 assert (count, size_bytes > len(file)) == (1, True)
     form = b"name" + file + b"--"
     assert media.of_form(form, [(4, 4 + len(file))]) == (len(file), pytest.approx(tokens, rel=0.01), 0)
+
+
+@cases("count, body", {
+    "an image of Ollama": (1, lambda data, _: {"prompt": "?", "images": [data]}),
+    "an image of SGLang": (1, lambda data, _: {"text": "?", "image_data": data}),
+    "URLs of SGLang": (2, lambda data, _: {"text": "?", "image_data": [f"data:image/png;base64,{data}"] * 2}),
+    "audio of SGLang": (1, lambda data, _: {"text": "?", "audio_data": data}),
+    "a query": (1, lambda _, part: {"query": {"content": [part]}, "documents": ["a text", "another"]}),
+    "documents": (2, lambda _, part: {"query": "?", "documents": {"content": [part, part]}}),
+    "one of two texts": (1, lambda _, part: {"text_1": "?", "text_2": {"content": [part]}}),
+    "inputs to embed": (1, lambda _, part: {"inputs": [{"content": [part]}]}),
+})  # fmt: skip
+def test_media_that_fill_a_body_count_in_every_api(
+    count: int, body: Callable[[str, dict[str, object]], dict[str, object]]
+) -> None:
+    data = base64.b64encode(png(280, 541) + bytes(90_000)).decode()
+    text = json.dumps(body(data, parts(data)[0])).encode()
+    for read in (text, without_long_strings(text)):
+        assert media.found(text, json.loads(read)) == (pytest.approx(len(text), rel=0.01), 200 * count, count)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/a.png"}}

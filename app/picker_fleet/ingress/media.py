@@ -22,7 +22,13 @@ import orjson
 from picker_fleet.scheduling.forecasts import BYTES_A_TOKEN
 
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for bad JSON
-MEMBERS: Final = ("messages", "input", "contents", "images", "image_data")  # members that may have media
+_CHATS = ("messages", "input", "contents", "images", "image_data")  # members that are searched for media
+# Members of other APIs that may have media: they are searched only if media may fill the body.
+_OTHERS = frozenset((
+    *("images", "image_data", "audio_data", "video_data"),  # Ollama, SGLang
+    *("documents", "queries", "query", "text_1", "text_2", "inputs"),  # rerank, score, embed
+))  # fmt: skip
+MEMBERS: Final = frozenset((*_CHATS, *_OTHERS))
 
 _PIXELS = 28  # an image costs a token for each square with sides of this many pixels
 _LEAST_TOKENS, _MOST_IMAGE_TOKENS = 4, 16_384
@@ -126,7 +132,9 @@ class _Media:
 
 def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
     """Whether the body may contain media. A short body is searched as a whole, a long body by `members`."""
-    for name in MEMBERS:
+    if not _OTHERS.isdisjoint(members) and may_fill(body):
+        return body.count(b"{") <= _MOST_OBJECTS
+    for name in _CHATS:
         if name in members and not _is_plain(value := members[name]):
             if len(body) <= _SHORT_BYTES:
                 text = body
@@ -280,6 +288,14 @@ class _Prompted(TypedDict, total=False):
     contents: _Content
     images: msgspec.Raw
     image_data: msgspec.Raw  # SGLang
+    audio_data: msgspec.Raw
+    video_data: msgspec.Raw
+    documents: _Content
+    queries: _Content
+    query: _Content
+    text_1: _Content
+    text_2: _Content
+    inputs: _Content
 
 
 _prompted = msgspec.json.Decoder(_Prompted)
@@ -296,7 +312,7 @@ def _collect(content: Any, media: _Media) -> None:
                 _collect(value, media)
             elif (text := bytes(value)).startswith(b"[") and text.count(b",") < _MOST_OBJECTS:
                 for listed in _listed.decode(text):
-                    media.add(bytes(listed), is_image=True)
+                    media.add(bytes(listed), is_image=name in _PICTURES)
             else:
                 ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
                 if b'"text"' not in ends:  # skip a document in plain text
