@@ -1,6 +1,7 @@
 """A fleet learns its endpoints' latencies, and refuses requests that would miss their latency objective."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ async def test_sheddable_requests_are_refused_once_their_objective_is_predicted_
         async def status(ttft_ms: str, objective: str = "batch") -> tuple[int, str]:
             headers = {"x-slo-ttft-ms": ttft_ms, "x-gateway-inference-objective": objective}
             answer = await client.post("/v1/completions", json=ASK, headers=headers)
+            if answer.status_code == 429:
+                message = answer.json()["error"]["message"]
+                assert re.search(r"objective \(TTFT 1 ms\) by \d+ ms or more$", message), message
             return answer.status_code, answer.headers.get("x-llm-d-request-dropped-reason", "")
 
         assert (await status("1"))[0] == 200, "no latency is known yet"

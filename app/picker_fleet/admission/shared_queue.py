@@ -169,7 +169,10 @@ class SharedQueue:
         if shortfall_s is not None:
             self._metrics.push_error(request.model, TooSlow.code, request.target_model)
             retry_after_s = min(max(math.ceil(shortfall_s), 1), _LONGEST_RETRY_S)
-            message = "every endpoint is predicted to miss the request's latency objective"
+            message = (
+                f"every endpoint is predicted to miss the request's latency objective ({request.latency}) "
+                f"by {shortfall_s * 1000:.0f} ms or more"
+            )
             raise TooSlow(message, retry_after_s=retry_after_s)
 
     async def admit(self, request: InferenceRequest, wait: Wait) -> Waiter:

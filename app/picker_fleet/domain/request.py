@@ -29,6 +29,10 @@ class LatencyObjective(NamedTuple):
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
+    def __str__(self) -> str:
+        times = zip(("TTFT", "TPOT"), self, strict=True)
+        return ", ".join(f"{name} {time_s * 1000:g} ms" for name, time_s in times if time_s < math.inf)
+
 
 ANY_LATENCY: Final = LatencyObjective()
 
