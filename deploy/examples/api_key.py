@@ -95,7 +95,10 @@ def _quoted(text: str) -> str:
 
 def table(file: Path) -> dict[str, str]:
     """The table in `file`. Ends the program with an error message if the table is invalid."""
-    flows = yaml.safe_load(text(file))
+    try:
+        flows = yaml.safe_load(text(file))
+    except yaml.YAMLError as fault:
+        sys.exit(f"{file}: is not YAML: {fault}")
     if not isinstance(flows, dict) or not flows:
         sys.exit(f"{file}: must have a table from SHA-256 to flow")
     for digest, flow in flows.items():

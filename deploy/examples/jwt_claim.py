@@ -26,7 +26,11 @@ def main() -> None:
     parser.add_argument("--claim", default="sub", help="claim whose value is the flow (default: %(default)s)")
     args = parser.parse_args()
     keys = text(args.jwks)
-    if not json.loads(keys).get("keys"):
+    try:
+        found = json.loads(keys)
+    except ValueError as fault:
+        parser.error(f"{args.jwks} is not JSON: {fault}")
+    if not isinstance(found, dict) or not found.get("keys"):
         parser.error(f"{args.jwks} contains no keys")
     tree = read()
     claimed = {"name": FAIRNESS_ID, "stringMatch": {"safeRegex": {"regex": ".+"}}}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from crowd import http_client
 from edge_envoy import EXAMPLES, admitted, example, run
+from tables import cases
 from tls_files import Pair, authority, signed
 
 Headers = list[tuple[str, str]]
@@ -153,3 +154,20 @@ def test_a_bootstrap_that_lets_clients_set_their_flow_is_refused(tmp_path: Path)
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "without --trust-headers" in done.stderr
+
+
+@cases("script, options, fault", {
+    "a table": ("api_key.py", (), "is not YAML"),
+    "a set of keys": ("jwt_claim.py", ("--issuer", "i", "--audience", "a", "--jwks"), "is not JSON"),
+})  # fmt: skip
+def test_a_malformed_file_of_credentials_is_named(
+    script: str, options: tuple[str, ...], fault: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("keys: [")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / script, *options, file], input="", capture_output=True, text=True
+    )
+    assert (done.returncode > 0, "Traceback" in done.stderr) == (True, False)
+    assert str(file) in done.stderr
+    assert fault in done.stderr
