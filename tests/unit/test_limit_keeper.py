@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from scripted_store import POOL, ScriptedStore
 
-from picker_fleet.domain.config import parse
+from picker_fleet.domain.config import EffectiveConfig, parse
 from picker_fleet.domain.errors import WritesRefused
 from picker_fleet.domain.known_fleet import KnownFleet
 from picker_fleet.domain.request import Endpoint
@@ -34,12 +34,13 @@ class Leader:
     ) -> None:
         self.store, self.now_s = store, 0.0
         self.queued = queued
+        self.pinned: int | None = None
         self.decodes, self.prefills = decodes, prefills
         self.waiting = 0  # requests of other clients that wait in the engine
         self.lag_s = 0.0  # how long the leader takes between two calls of its clock
         self._readings = MetricsCache(10.0, self._clock)
-        fleet = KnownFleet(parse(config or {}))
-        self._keeper = LimitKeeper(cast(Any, store), fleet, self._readings, Mock(), self._clock, Mock())
+        self._fleet = KnownFleet(parse(config or {}))
+        self._keeper = LimitKeeper(cast(Any, store), self._fleet, self._readings, Mock(), self._clock, Mock())
 
     def _clock(self) -> float:
         self.now_s += self.lag_s
@@ -50,6 +51,12 @@ class Leader:
         """The decode endpoint's limit in force, or the prefill limit of an endpoint that only prefills."""
         found = self.store.found.get(A if self.decodes else PREFILL + A)
         return 0 if found is None else found.limit
+
+    def pin(self, limit: int | None) -> None:
+        """Pin the limit in force; with None, the found limit is in force again."""
+        pinned = {} if limit is None else {A: limit}
+        self._fleet.config = EffectiveConfig(parse({"request_queue_controller": {"pinned": pinned}}), {})
+        self.pinned = limit
 
     async def look(self, after_s: float = 1.0, *, leads: bool = True, has_new_page: bool = True) -> int:
         """Let the leader look at the engine `after_s` later; return the limit that is in force afterwards."""
@@ -64,7 +71,7 @@ class Leader:
             now_us=int(self.now_s * 1e6),
             queued=self.queued,
             in_flight={A: self.limit},
-            limits={A: self.limit},
+            limits={A: self.pinned or self.limit},
             prefill_in_flight={A: prefill_limit},
         )
         snapshot = Snapshot("1", (Endpoint(A, prefills=self.prefills, decodes=self.decodes),))
@@ -170,6 +177,21 @@ async def test_a_replica_that_leads_after_redis_lost_the_limits_starts_from_the_
     replica.store.found = {}
     assert await replica.look() == 32
     assert await replica.look() == 64
+
+
+async def test_a_replica_that_leads_after_redis_lost_the_limits_does_not_start_from_pinned_limits() -> None:
+    replica = Leader(storing(32))
+    await replica.look(leads=False)
+    replica.pin(1)
+    await replica.look(leads=False)
+    replica.pin(None)
+    replica.store.found = {}
+    assert await replica.look() == 32
+    late = Leader(storing(1))
+    late.pin(1)
+    await late.look(leads=False)
+    late.store.found = {}
+    assert await late.look() == 8, "only the pinned limit was seen"
 
 
 async def test_a_page_counts_once_even_if_the_leader_takes_longer_to_look_at_it_at_first() -> None:

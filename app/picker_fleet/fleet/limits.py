@@ -66,10 +66,16 @@ class LimitKeeper:
             if bounds.is_adaptive:
                 reason, changed_ms = "as before the leader changed", pool.now_us // 1000
                 prefills = {PREFILL + address: limit for address, limit in pool.prefill_limits.items()}
-                self._followed = {
+                known = {
                     name: FoundLimit(limit, reason, changed_ms, unit=bounds.unit)
                     for name, limit in {**pool.limits, **prefills}.items()
                 }
+                # A pinned limit says nothing of the found one: keep the limit before it was pinned.
+                for name in [each for each in known if each.removeprefix(PREFILL) in bounds.pinned]:
+                    del known[name]
+                    if name in self._followed:
+                        known[name] = self._followed[name]
+                self._followed = known
             return
         in_tokens = bounds.unit == "tokens"
         if pool.paused or not snapshot.endpoints or (in_tokens and not bounds.enabled):
