@@ -210,12 +210,12 @@ class FleetView:
             pinned = controller.is_adaptive and each.address in controller.pinned
             # In an outage, another limit may be in force than when the found limits were read.
             found = self._found.get(each.address) if self._in_force.get(each.address) == limit else None
-            reason, changed_s = ("pinned", None) if pinned else _moved(each, limit, found, state.pool.now_us)
+            reason, changed_s = _moved(each, limit, found, controller.max_per_backend, state.pool.now_us)
+            if pinned:
+                reason, changed_s = "pinned", None
             limits = {"limit": limit, "limit_reason": reason, "limit_changed_s": changed_s, "pinned": pinned}
-            in_flight, tokens = (
-                state.pool.in_flight.get(each.address, 0),
-                state.pool.amounts.get(each.address),
-            )
+            in_flight = state.pool.in_flight.get(each.address, 0)
+            tokens = state.pool.amounts.get(each.address)
             loads = {"in_flight": in_flight, "in_flight_tokens": None if tokens is None else round(tokens)}
             if each.prefills:
                 loads["prefills"] = state.pool.prefill_in_flight.get(each.address, 0)
@@ -507,16 +507,16 @@ class FleetView:
 
 
 def _moved(
-    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, now_us: int
+    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, most: int | None, now_us: int
 ) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit`, and the seconds since the fleet set the limit to that number."""
+    """Why the limit in force is `limit`, at most `most`, and the seconds since the fleet set it to that."""
     if limit is None or found is None:
         return None, None
     moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
     if limit < found.limit and moved_s >= _NEW_S:
-        if limit == endpoint.max_inflight:
-            return f"max_inflight of discovery; the fleet found {found.limit}", None
-        return f"the endpoint answered that it is full; the fleet found {found.limit}", None
+        bounds = {endpoint.max_inflight: "max_inflight of discovery", most: "max_per_backend"}
+        why = bounds.get(limit, "the endpoint answered that it is full")
+        return f"{why}; the fleet found {found.limit}", None
     return found.reason, moved_s
 
 
