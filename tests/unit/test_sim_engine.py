@@ -10,7 +10,6 @@ from tables import cases
 
 from picker_tools.simulator.batch import BatchSimulator, step_s
 from picker_tools.simulator.engine import (
-    ContextTooLong,
     Engine,
     Limits,
     Phase,
@@ -21,10 +20,8 @@ from picker_tools.simulator.engine import (
 from picker_tools.simulator.generation import Simulator
 from picker_tools.simulator.openai_api import (
     BYTES_PER_TOKEN,
-    VOCABULARY,
     ApiError,
     CompletionRequest,
-    Words,
     parse,
 )
 
@@ -38,17 +35,6 @@ def completion(**keys: object) -> CompletionRequest:
 
 def chat(**keys: object) -> CompletionRequest:
     return parse(orjson.dumps({"model": "llama", "messages": HI, **keys}), chat=True, models={"llama"})
-
-
-def test_a_simulated_completion_defaults_to_16_tokens_without_streaming() -> None:
-    request = completion()
-    shape = (request.max_tokens, request.stream, request.include_usage, request.finish_reason)
-    assert shape == (16, False, False, "length")
-    assert request.prompt_tokens == len("hello to you") // 4
-    # Unknown keys in a request are ignored.
-    assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == request
-    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not chat(stream=True, stream_options={}).include_usage
 
 
 PROMPTS = [("", 1), ("abc", 1), ("é" * 8, 4), ("x" * 400_000, 100_000), (["one text"], 2)]
@@ -123,21 +109,6 @@ def engine_with(limits: Limits, *sequences: Sequence) -> tuple[Engine, *tuple[Se
     return engine, *sequences
 
 
-def test_kv_cache_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
-    engine, one = engine_with(Limits(kv_blocks=10, block_size_tokens=4), sequence(7, 6))
-    # The sequence has two blocks at first; the ninth and the thirteenth token each need one more block.
-    engine.schedule()
-    assert engine.load().kv_usage == pytest.approx(0.2)
-    assert engine.grow(one, 1) == 1
-    assert engine.load().kv_usage == pytest.approx(0.2)
-    assert engine.grow(one, 5) == 5
-    assert engine.load().kv_usage == pytest.approx(0.4)
-    # Releasing is idempotent.
-    engine.release(one)
-    engine.release(one)
-    assert engine.load().kv_usage == 0
-
-
 def test_a_request_that_does_not_fit_into_the_kv_cache_delays_all_later_requests() -> None:
     few = Limits(kv_blocks=4, block_size_tokens=4)
     engine, holder, large, small = engine_with(few, sequence(11, 1), sequence(8), sequence(2))
@@ -145,15 +116,6 @@ def test_a_request_that_does_not_fit_into_the_kv_cache_delays_all_later_requests
     assert engine.schedule() == []
     engine.release(holder)
     assert engine.schedule() == [large, small]
-
-
-def test_a_request_that_could_never_fit_into_the_kv_cache_is_refused() -> None:
-    engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    # A request exactly as large as the KV cache is accepted; a request with one more token is refused.
-    engine.submit(sequence(prompt_tokens=12, max_tokens=4))
-    with pytest.raises(ContextTooLong, match="5 KV blocks"):
-        engine.submit(sequence(prompt_tokens=12, max_tokens=5))
-    assert engine.load().waiting == 1
 
 
 def test_in_the_simulated_engine_requests_overtake_a_request_without_a_lora_slot() -> None:
@@ -271,18 +233,6 @@ def test_steps_keep_within_the_engines_limits_and_every_request_ends(
     assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0)
 
 
-def test_a_prompt_with_a_common_beginning_hits_the_prefix_cache() -> None:
-    engine = Engine(Limits(block_size_tokens=4))
-    first = Sequence(17, 1, prompt_blocks=(b"1", b"2", b"3", b"4"))
-    second = Sequence(20, 1, prompt_blocks=(b"1", b"2", b"3", b"5"))
-    for one in (first, second):
-        engine.submit(one)
-        engine.schedule()
-        engine.release(one)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 12)
-    assert (engine.load().queried_tokens, engine.load().hit_tokens) == (37, 12)
-
-
 @pytest.mark.parametrize("size_bytes", range(256, 261))
 def test_a_step_computes_the_last_token_of_a_prompt_whose_blocks_are_all_cached(size_bytes: int) -> None:
     blocks = prompt_blocks(b"x" * size_bytes, 16, None)
@@ -351,13 +301,3 @@ async def test_without_simulated_delays_tokens_come_in_as_few_bursts_as_possible
     simulator = Simulator(Limits(), ttft_s=0, itl_s=0)
     with simulator.begin(Sequence(1, 600)) as generation:
         assert [await generation.next_tokens(256) for _ in range(4)] == [256, 256, 88, 0]
-
-
-def test_the_words_of_an_answer_depend_only_on_seed_and_prompt() -> None:
-    whole = Words(seed=1, prompt=b"tell me").take(50)
-    assert set(whole) <= set(VOCABULARY)
-    assert all(word[:1] == b" " and word[1:].isalpha() for word in VOCABULARY)
-    again = Words(seed=1, prompt=b"tell me")
-    assert again.take(7) + again.take(43) == whole
-    assert Words(seed=2, prompt=b"tell me").take(50) != whole
-    assert Words(seed=1, prompt=b"tell us").take(50) != whole

@@ -109,21 +109,6 @@ async def test_a_prefill_server_killed_amid_a_prefill_costs_no_error() -> None:
             assert (await asked).json()["usage"]["completion_tokens"] == 16
 
 
-def test_a_complete_sequence_keeps_its_blocks_until_they_are_freed() -> None:
-    engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    first, second = Sequence(8, 1, keeps_blocks=True), Sequence(8, 1, keeps_blocks=True)
-    for sequence in (first, second):
-        engine.submit(sequence)
-    assert engine.end_step(engine.begin_step(100)) == [first]
-    assert (first.phase, engine.load().running, engine.load().kv_usage) == (Phase.ENDED, 0, 0.75)
-    assert not engine.begin_step(100).tokens  # the second sequence waits for free blocks
-    engine.free(first)
-    assert engine.end_step(engine.begin_step(100)) == [second]
-    engine.free(second)
-    engine.free(second)
-    assert engine.load().kv_usage == 0
-
-
 @pytest.mark.parametrize("arrived", [False, True])
 def test_a_sequence_waits_for_its_kv_cache_and_then_computes_the_missing_tokens(arrived: bool) -> None:
     engine = Engine(Limits(kv_blocks=8, block_size_tokens=4))
