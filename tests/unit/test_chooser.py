@@ -38,9 +38,7 @@ class Knowledge:
     """A chooser over endpoints and readings that the test sets; the clock stands still until `tick` is
     called."""
 
-    def __init__(
-        self, *endpoints: Endpoint, adapters: tuple[str, ...] = (), fallbacks: int = 0, **scorers: float
-    ) -> None:
+    def __init__(self, *endpoints: Endpoint, fallbacks: int = 0, **scorers: float) -> None:
         self.cell = SnapshotCell()
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
@@ -48,7 +46,7 @@ class Knowledge:
         self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r", clock=lambda: self.now_s)
         self.index, self.latencies = self.routes.index, self.routes.latencies
         weights = {name.replace("_", "-"): weight for name, weight in scorers.items()} or {"in-flight": 1.0}
-        self.fleet = fleet_with(scorers=weights, adapters=adapters, fallbacks=fallbacks)
+        self.fleet = fleet_with(scorers=weights, fallbacks=fallbacks)
         self.chooser = chooser_of(
             self.cell,
             self.fleet,
@@ -91,19 +89,6 @@ def test_without_scorers_the_script_chooses_among_all_allowed_endpoints() -> Non
     assert chooser.choose(ask()).candidates == "*"
     assert chooser.choose(ask(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(ask(subset=())).candidates == ""
-
-
-def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
-    labels = {A: {"gpu": "h100", "zone": "a"}, B: {"gpu": "a10"}, C: {"gpu": "h100", "zone": "b"}}
-    labelled = [Endpoint(address, labels=own) for address, own in labels.items()]
-    scored = Knowledge(*labelled, queue_depth=1)
-    plain = chooser_of(scored.cell)
-    assert plain.choose(ask(selector={"gpu": "h100"})).candidates == f"{A},{C}"
-    assert plain.choose(ask(selector={"gpu": "h100", "zone": "b"})).candidates == C
-    assert plain.choose(ask(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
-    assert plain.choose(ask(selector={"gpu": "l4"})).candidates == ""
-    assert set(scored.choose(selector={"gpu": "h100"})) == {A, C}
-    assert scored.choose(selector={"gpu": "l4"}) == {}
 
 
 def in_zones(prefer: Mapping[str, str], own: Mapping[str, str]) -> EndpointChooser:
@@ -178,42 +163,6 @@ def test_similar_requests_share_cached_choices_that_begin_with_each_of_the_best_
     assert {next(iter(known.choose(prefix=(b"other",)))) for _ in range(300)} == {A, B, C}
     known.index.add(C, (b"one", b"two", b"three"))
     assert next(iter(known.choose(prefix=(b"one", b"two", b"three")))) == C
-
-
-def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
-    known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("prose",))
-    known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))
-    known.scraped(B, max_adapters=2, active_adapters=frozenset({"poet"}))
-    assert next(iter(known.choose(target_model="poet"))) == B
-    assert len(set(known.choose(target_model="llama").values())) == 1
-    # A free slot raises the score for a configured adapter.
-    assert list(known.choose(target_model="prose")) == [B]
-    assert set(known.choose(target_model="rhyme")) == {A, B}
-
-
-async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None:
-    known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
-    asked = ask(prefix=(b"block-01", b"block-02"))
-    choice = known.chooser.choose(asked)
-    known.chooser.placed(asked, choice, (B, A), "2,1")
-    assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
-    # The choice of an endpoint is explained under the request's id and under no other id.
-    explained = known.chooser.explain("r")
-    assert explained is not None
-    assert explained.chosen == (B, A)
-    assert sorted(one.live or 0 for one in explained.candidates) == [1, 2]
-    assert known.chooser.explain("other") is None
-
-
-def test_a_refusal_of_a_request_is_explained_with_and_without_scorers() -> None:
-    drained = Endpoint(A, drained=True)
-    known = Knowledge(drained, queue_depth=1)
-    plain = chooser_of(known.cell, in_flight={A: 1})
-    for chooser in (known.chooser, plain):
-        chooser.refused(ask(), chooser.choose(ask()))
-        explained = chooser.explain("r")
-        assert explained is not None
-        assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
 
 
 async def test_replicas_share_only_successful_completions_without_the_wait_in_the_queue() -> None:

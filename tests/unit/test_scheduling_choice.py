@@ -183,12 +183,6 @@ def test_among_endpoints_of_equal_score_the_choice_is_random() -> None:
     assert addresses(rank(DEFAULT, by_chance, at(A), at(B), at(C))) == [B, C, A]
 
 
-def test_a_ranking_with_a_limit_lists_the_best_endpoints_in_order() -> None:
-    endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
-    best = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
-    assert addresses(best) == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
-
-
 def test_total_scores_stay_between_zero_and_one_with_every_scorer() -> None:
     chance = random.Random(7)
     weights = {name: chance.uniform(0.1, 50) for name in SCORERS}
@@ -212,15 +206,6 @@ def test_total_scores_stay_between_zero_and_one_with_every_scorer() -> None:
         ranking = rank(weights, pick, *endpoints)
         assert all(0.0 <= one.base <= one.score <= 1.0 for one in ranking.best)
         assert all(0.0 <= part <= 1.0 for parts in ranking.parts.values() for part in parts)
-
-
-def test_a_ranking_has_base_scores_without_the_live_load_in_flight() -> None:
-    scheduler = Scheduler({"in-flight": 1.0, "kv-cache": 3.0})
-
-    best = scheduler.rank(PLAIN, [at(A, kv=0.5, in_flight=0), at(B, kv=0.5, in_flight=4)]).best
-
-    assert scheduler.live_weight == 0.25
-    assert [(one.address, one.score, one.base) for one in best] == [(A, 0.625, 0.375), (B, 0.375, 0.375)]
 
 
 def test_without_scorers_all_endpoints_have_equal_scores() -> None:
