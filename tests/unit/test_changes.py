@@ -155,23 +155,6 @@ async def test_a_pause_of_the_queue_stays_in_force_through_other_changes_until_r
     assert fleet.store.overrides == {}
 
 
-async def test_only_a_queued_request_is_evicted_and_a_problem_explains_other_cases(fleet: Fleet) -> None:
-    path = "/api/v1/requests/r-1/evict"
-    assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
-    for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
-        fleet.store.evicting = where
-        assert detail in problem(await fleet.http.post(path), status)["detail"]
-
-
-async def test_an_operator_can_drain_and_undrain_an_endpoint(fleet: Fleet) -> None:
-    address = (await fleet.http.get("/api/v1/endpoints")).json()[0]["address"]
-    for call, drained in (("drain", True), ("undrain", False)):
-        answer = await fleet.http.post(f"/api/v1/endpoints/{address}/{call}")
-        assert answer.json() == {"address": address, "drained": drained}
-    assert fleet.store.marks == [(address, "drained", True), (address, "drained", False)]
-    assert "10.9.9.9:1" in problem(await fleet.http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
-
-
 async def test_a_change_to_an_unpublished_pool_is_answered_503(fleet: Fleet) -> None:
     fleet.store.epoch = "0"
     for method, path in (("POST", "/api/v1/pause"), ("PATCH", "/api/v1/config")):

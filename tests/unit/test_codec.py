@@ -1,14 +1,13 @@
 """The ext_proc messages, parsed as Envoy does (docs/specification.md, 002)."""
 
 import json
-from functools import partial
 
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import PLACEMENT, given_back, headers, set_headers, whole
+from extproc_client import PLACEMENT, headers, set_headers
 
 from picker_fleet.domain import errors
-from picker_fleet.domain.allowlist import DESTINATION, PREFILLER
+from picker_fleet.domain.allowlist import DESTINATION
 from picker_fleet.domain.errors import ExpiredTtl, RequestError
 from picker_fleet.ingress.context import DROPPED_REASON, refusal
 from picker_fleet.ingress.ext_proc import codec
@@ -31,17 +30,6 @@ def test_a_placement_names_the_same_endpoints_in_header_and_metadata() -> None:
     assert dict(metadata["picker"]) == {"id": "id-1", "token": "ticket-1", "pressure": "0.25"}
 
 
-def test_a_split_request_carries_its_prefill_endpoint_alone_in_the_configured_header() -> None:
-    placed = partial(codec.placed, PLACEMENT, HEADER, "id-1", None, namespace="envoy.lb", pressure="0.25")
-    split = message(
-        placed(stages=((PREFILLER, "10.0.0.7:8000"),)).message()
-    ).request_headers.response.header_mutation
-    assert set_headers(split) == {DESTINATION: HEADER, PREFILLER: "10.0.0.7:8000"}
-    assert list(split.remove_headers) == []
-    whole = message(placed(stages=(("x-own", ""),)).message()).request_headers.response.header_mutation
-    assert (set_headers(whole), list(whole.remove_headers)) == ({DESTINATION: HEADER}, ["x-own"])
-
-
 def test_a_second_answer_with_the_same_endpoints_takes_no_other_field_from_the_first() -> None:
     codec.placed(PLACEMENT, HEADER, "id-1", 1234, namespace="envoy.lb", pressure="0.25")
     answer = message(
@@ -51,15 +39,6 @@ def test_a_second_answer_with_the_same_endpoints_takes_no_other_field_from_the_f
     assert set_headers(answer.request_headers.response.header_mutation) == {DESTINATION: HEADER}
     assert sorted(answer.dynamic_metadata) == ["gateway.lb", "picker"]
     assert dict(answer.dynamic_metadata["picker"]) == {"pressure": "0.50"}
-
-
-@pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
-def test_a_request_body_is_sent_back_in_chunks(size: int) -> None:
-    body = bytes(index % 251 for index in range(size))
-    answers = [*map(message, codec.request_body(body))]
-    assert whole(answers) == body
-    assert max(len(chunk) for chunk, _ in given_back(answers)) <= codec.CHUNK_BYTES
-    assert len(answers) == max(1, -(-size // codec.CHUNK_BYTES))
 
 
 REFUSALS = [

@@ -83,17 +83,6 @@ async def test_nothing_is_sent_to_envoy_before_the_whole_body_has_arrived(mode: 
     assert all(len(chunk) <= 62_000 for chunk, _ in given_back(answers))
 
 
-async def test_in_lean_a_body_with_its_full_content_length_is_answered_at_once_in_one_message() -> None:
-    talk = Talk()
-    answers = await talk.say(*unended("lean", ASK))
-    assert parts(answers) == ["request_headers"]
-    assert given_back(answers) == [(ASK, True)]
-    assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
-    assert talk.exchange.done
-    talk.close()
-    assert (len(talk.gate.admitted), talk.gate.withdrawn) == (1, [])
-
-
 @pytest.mark.parametrize(("spare", "chunks"), [(0, 0), (1, 9)])
 async def test_one_message_carries_at_most_the_bytes_that_every_envoy_buffers(
     spare: int, chunks: int
@@ -644,18 +633,6 @@ async def renamed(
     assert (parts(said)[-1] == "response_trailers") == trailing
     assert talk.exchange.done
     return [chunk.body for chunk in envoy.echoed(said, "response_body")]
-
-
-TEXT = b'"text":"\\"model\\":\\"m-v2\\""'
-NAMED = b'data: {"model":"m-v2",%b}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v22"}' % TEXT
-SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' % TEXT
-
-
-# test_response.py renames the model in answers of chunks of any size.
-@pytest.mark.parametrize("trailing", [False, True])
-@pytest.mark.parametrize("size", [1, 7, len(NAMED)])
-async def test_the_client_receives_the_model_name_that_it_requested(size: int, trailing: bool) -> None:
-    assert b"".join(await renamed(chunks(NAMED, size), trailing=trailing)) == SHOWN
 
 
 async def test_the_model_in_an_answer_is_renamed_without_delay_unless_compressed() -> None:

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,10 @@ from check_client import BODY, PATIENT_S, Connection, Reply, check
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tls_files import authority, signed
 
 from picker_fleet.domain.allowlist import ENCODERS, OF_SIDECAR, PREFILLER
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import ExpiredTtl
-from picker_fleet.domain.sections import Tls
-from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import CARRIED
 from picker_fleet.ingress.http.server import CheckServer
@@ -283,18 +278,6 @@ async def test_only_one_of_many_requests_sent_at_once_is_answered(stage: Stage, 
     assert answers.count(b"HTTP/1.1 ") <= 2  # the second answer refuses the second request
     assert stage.context.open_requests.count == 0
     assert (await stage.ask(HEALTH)).status == 200
-
-
-async def test_the_port_of_mode_http_speaks_tls(tmp_path: Path) -> None:
-    ours = authority(tmp_path, "ours")
-    server = signed(tmp_path, "picker", ours)
-    made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
-    trusting = ssl.create_default_context(cafile=str(ours.cert))
-    async with staged(server={"certificates": made}) as stage:
-        connection = Connection(*await asyncio.open_connection("127.0.0.1", stage.port, ssl=trusting))
-        connection.send(HEALTH)
-        assert (await connection.reply()).status == 200
-        await connection.close()
 
 
 @pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])
