@@ -15,7 +15,6 @@ from picker_fleet.ingress.json_body import Body
 from picker_fleet.scheduling import endpoint_history
 from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, PrefixIndex, block_hashes
 
-SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
 PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=30)}))
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=60) | PARTS},
@@ -31,10 +30,6 @@ def chat(*said: object, **more: object) -> dict[str, object]:
 def prompt_of(document: dict[str, object]) -> bytes:
     """The bytes of the prompt of a request with the body `document`."""
     return endpoint_history.prompt_bytes(Body(orjson.dumps(document)).values)
-
-
-def hashes_of(*said: object) -> tuple[bytes, ...]:
-    return block_hashes("m", prompt_of(chat(*said)))
 
 
 def user(text: str) -> dict[str, str]:
@@ -103,18 +98,6 @@ def test_only_whole_blocks_count_and_their_hashes_differ_by_position_model_and_s
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
     return block_hashes(name, b"x" * (BLOCK_BYTES * length))
-
-
-def test_a_prefix_match_counts_the_common_leading_blocks() -> None:
-    index = PrefixIndex()
-    first = hashes_of(SYSTEM, user("one " * 200))
-    index.add("a", first)
-    index.add("b", hashes_of(SYSTEM, user("two " * 200)))
-    found = index.match(hashes_of(SYSTEM, user("one " * 200), user("and then? " * 60)))
-    assert found["a"] == len(first)
-    assert found["b"] == len(SYSTEM["content"]) // BLOCK_BYTES
-    assert index.match(chain("another model", 3)) == {}
-    assert index.match(()) == {}
 
 
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

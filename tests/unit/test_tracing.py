@@ -32,7 +32,6 @@ REQUEST = InferenceRequest(
     "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
 )
 E1 = "10.0.0.1:8000"
-OWN = accounting_token.signed(accounting_token.write(REQUEST, E1), REQUEST.id, Keyring())
 
 
 class Tracing:
@@ -141,13 +140,6 @@ async def test_the_stages_of_a_queued_request_are_child_spans_of_its_trace(traci
     spans = traced.memory.get_finished_spans()
     assert [span.name for span in spans] == ["admit", "wait", "place", "wait", "place", "decide"]
     assert {span.parent.span_id for span in spans[:-1]} == {spans[-1].context.span_id}
-
-
-def test_an_accounting_token_without_a_trace_is_unchanged() -> None:
-    assert accounting_token.split_trace(OWN) == (OWN, "")
-    assert accounting_token.split_trace("") == ("", "")
-    assert accounting_token.split_trace(accounting_token.with_trace(OWN, PARENT)) == (OWN, PARENT)
-    assert accounting_token.endpoint_of(accounting_token.with_trace(OWN, PARENT)) == "10.0.0.1:8000"
 
 
 def test_the_traceparent_is_read_only_if_tracing_is_enabled() -> None:
