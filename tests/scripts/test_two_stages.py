@@ -105,7 +105,12 @@ async def test_limits_that_the_fleet_finds_are_used_in_full_in_both_stages(fleet
 async def test_every_replica_reads_the_stages_that_one_replica_published(fleet: OpenFleet) -> None:
     endpoints = tuple(
         Endpoint(
-            f"10.0.0.{number + 10}:8000", {}, draining, decodes=decodes, prefills=prefills, encodes=encodes
+            f"10.0.0.{number + 10}:8000",
+            {"zone": "ü"},
+            draining,
+            decodes=decodes,
+            prefills=prefills,
+            encodes=encodes,
         )
         for number, (draining, decodes, prefills, encodes) in enumerate(product((False, True), repeat=4))
         if decodes or prefills or encodes
