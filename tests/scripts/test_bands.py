@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import redis
-from direct_calls import DirectPool, arrival
+from direct_calls import DirectPool
 
 from picker_fleet.state import schema
 
@@ -79,26 +78,6 @@ def test_a_newly_loaded_library_reads_the_bands_from_redis(full: DirectPool) -> 
     assert lengths_of(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     full.settle("runs")
     assert lengths_of(full)[7] == 0
-
-
-def test_a_failed_script_call_creates_no_band(full: DirectPool) -> None:
-    # A batch with a request of a new priority fails, because its second item is damaged.
-    with pytest.raises(redis.ResponseError):
-        full.call("admit", "a", arrival("x", priority=7), b"damaged")
-    assert list(lengths_of(full)) == [10, 0, -10]
-    queue(full, [7])
-    assert lengths_of(full)[7] == 1
-
-
-TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"
-
-
-@pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, "7.5", "", "x"])
-def test_a_token_with_an_invalid_priority_restores_no_request(full: DirectPool, priority: object) -> None:
-    known = len(full.requests())
-    reply = full.call("renew", "a", "lost", "1", "", TOKEN.format(number=9, priority=priority), 0)
-    assert reply[4] == b"unknown"
-    assert len(full.requests()) == known
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:

@@ -21,10 +21,9 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.domain.errors import ScriptFailed, WritesRefused
-from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
+from picker_fleet.state.error_replies import meaning_of
 from picker_fleet.state.replies import name_of
 
-KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = ("READONLY", "NOPERM")  # two errors, of the two kinds after which a call is sent again
 REFUSING = {  # error reply -> its kind; the commands that provoke and end the error on a real server
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
@@ -123,18 +122,6 @@ async def test_a_call_is_repeated_after_a_passing_server_error(
             await it.fleet.until_queued(2)
             assert it.gate.failover.state is FailoverState.SHARED
         await it.ends()
-
-
-@pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_a_lasting_server_error_makes_the_replica_fail_over(
-    valkey_url: str, pool: str, error: str
-) -> None:
-    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        between.refuse(f"{error} for good")
-        async with arriving(it, "new"):
-            await until(lambda: it.gate.failover.state is FailoverState.LOCAL)
-            assert it.errors(KINDS[error]) == 2
-        between.refuse("", times=0)
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import redis
-from direct_calls import OPEN, ClockedPool, DirectPool, arrival
+from direct_calls import OPEN, ClockedPool, arrival
 from script_fleet import SETTINGS
 
 from picker_fleet.state.scripts import Library
@@ -25,7 +25,7 @@ def of(request_id: str, flow: str = "flow", **fields: Any) -> bytes:
 
 
 CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
-    "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("q1")),
+    "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("of 7", priority=7), of("q1")),
     "place": ("a", "q1", "1", "*", "", "g2", "1", "e1:1=0.5,e2:1=0.4", ""),
     "acknowledge": ("a", "q1", "1", "q2", "1"),
     "settle": (
@@ -170,19 +170,3 @@ def test_a_call_that_failed_at_any_redis_command_has_its_usual_effect_when_repea
         # The repeated call gives the usual state. If a last write failed, the script itself repeated it.
         assert library.everything() == due, number
     assert failures > 0
-
-
-def test_a_call_after_a_failed_batch_reads_the_counts_stored_in_redis(direct: DirectPool) -> None:
-    direct.publish("e", upper_per=2)
-    assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]
-    registered = direct.client.hget(f"{direct.prefix}workloads", "w")
-    # A call ends the first request and fails at the second, before any write.
-    with pytest.raises(redis.ResponseError):
-        direct.call("settle", "r", "a", "completed", "", "", "", "", "b", "completed", "", "no number", "")
-    # The next call still counts both requests, and the ends of both remove everything.
-    assert direct.stock() == 2
-    replies = direct.call("settle", "r", "a", "completed", "", "", "", "", "b", "completed", "", "", "", "")
-    assert replies[4:] == [b"settled m"] * 2
-    assert direct.stock() == 0
-    assert direct.client.hget(f"{direct.prefix}workloads", "w") != registered
-    assert direct.client.zcard(f"{direct.prefix}inflight") == 0

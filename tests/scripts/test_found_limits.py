@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from decision_ledger import order_of
-from script_fleet import OpenFleet, Replica, addresses, ask, asked, config, ended, until, until_is
+from script_fleet import OpenFleet, Replica, addresses, ask, ended, until, until_is
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import FoundLimit
@@ -128,18 +128,3 @@ async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change
         assert (await it.state()).amounts == {A: 90}
         await a.store.set_live_config({"adaptive": None}, {})
         assert not await it.has("limits")
-
-
-async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", joined=config(ROOM, "100ms"), listening=True) as it:
-        for replica in it.replicas:
-            replica.membership.discovered([Endpoint(A, max_inflight=2)])
-        for replica in it.replicas:
-            await until(lambda now=replica.cell: [each.max_inflight for each in now.current.endpoints] == [2])
-        placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
-        assert [each.endpoints for each in placed] == [(A,), (A,)]
-        third = asked(it.replicas[0], "third")
-        await until_is(it.counts, (2, 1, [2]))
-        it.replicas[1].gate.settle(ended("r1"))
-        assert (await third).endpoints == (A,)
-        await it.ends(it.replicas[0], "r0", "third")

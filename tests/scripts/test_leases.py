@@ -189,6 +189,7 @@ DAMAGES = {
 DAMAGED = [
     (), WHOLE[:1], WHOLE[:8],
     *((*WHOLE[:at], each, *WHOLE[at + 1 :]) for at, those in DAMAGES.items() for each in those),
+    *(("f", "9", *WHOLE[2:], f"priority={each}") for each in (2**31, -(2**31) - 1, "7.5", "", "x")),
 ]  # fmt: skip
 
 

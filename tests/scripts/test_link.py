@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from proxy import proxy_to
-from redis_servers import Server
 from script_fleet import (
     DEADLINE_S,
     SETTLED,
@@ -17,10 +16,10 @@ from script_fleet import (
     until,
 )
 
-from picker_fleet.domain.errors import ScriptFailed, StateUnavailable, WritesRefused
+from picker_fleet.domain.errors import StateUnavailable, WritesRefused
 from picker_fleet.domain.request import Outcome
 from picker_fleet.state import accounting_token
-from picker_fleet.state.replies import Placed, name_of
+from picker_fleet.state.replies import name_of
 from picker_fleet.state.scripts import load_library
 
 E1 = addresses(1)[0]
@@ -89,33 +88,6 @@ async def test_a_renewal_is_not_retried_after_the_end_of_its_request(fleet: Open
         assert (await it.ledger()).ends == {"completed": 2}
 
 
-async def test_a_script_error_fails_its_call_and_not_the_next(fleet: OpenFleet) -> None:
-    async with fleet("a") as (it, a):
-        kept = await it.redis.dump(it.keys.pool)
-        await it.redis.set(it.keys.pool, "text")
-        with pytest.raises(ScriptFailed, match="refused admit"):
-            await a.admit("r")
-        await it.redis.restore(it.keys.pool, 0, kept, replace=True)
-        assert name_of(await a.admit("r")) == "placed"
-
-
-async def test_a_replica_connects_to_a_server_that_starts_later(pool: str, valkey: Server) -> None:
-    valkey.kill()
-    a = Replica(valkey.url, pool, "a", silence_s=2.0)
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(a.store.run())
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(StateUnavailable, match="cannot be reached"):
-                await a.admit("r1")
-        assert a.store.fault
-        assert set(a.lost) == {"refused"}
-        await asyncio.to_thread(valkey.revive)
-        await until(lambda: a.store.fault is None)
-        await a.publish(E1)
-        assert await a.admit("r1") == Placed((E1,))
-        running.cancel()
-
-
 async def test_while_the_server_is_silent_calls_time_out_and_ends_of_requests_are_kept(
     fleet: OpenFleet, valkey_url: str
 ) -> None:
@@ -168,14 +140,6 @@ async def test_a_requests_end_is_kept_until_redis_takes_writes(valkey_url: str, 
         between.refuse("", times=0)
         assert await settling == SETTLED
         assert await it.at_rest()
-
-
-async def test_a_cut_idle_connection_to_redis_is_replaced_without_a_call(fleet: OpenFleet) -> None:
-    async with fleet("a") as (it, a):
-        link = a.store._client
-        epoch = link.connection_epoch
-        await it.redis.client_kill_filter(skipme=True)
-        await until(lambda: link.connection_epoch > epoch and link.fault is None)
 
 
 async def sleep_while_in_flight(replica: Replica) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis
 from decision_ledger import events_of, order_of
-from script_fleet import Fleet, OpenFleet, addresses, ask, config, ended, until, until_is
+from script_fleet import Fleet, OpenFleet, addresses, ask, config, ended, until
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
 from picker_fleet.domain.errors import StateUnavailable
-from picker_fleet.domain.request import Alive, Placement
+from picker_fleet.domain.request import Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.replies import AnyVerdict
 
@@ -100,17 +100,6 @@ async def test_an_arrival_after_a_flush_makes_its_replica_publish_at_once(fleet:
         await it.redis.flushall()
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
-
-
-async def test_an_access_log_entry_restores_a_request_that_no_replica_owns(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
-        placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
-        await it.redis.flushall()
-        await until_is(it.counts, (0, 0, [0, 0]))
-        b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
-        await until_accounted(it, 1)
-        assert (await it.state()).in_flight[placement.endpoints[0]] == 1
-        await it.ends(a, "r")
 
 
 async def test_a_later_heartbeat_registers_waiting_requests_whose_registration_failed(

@@ -93,18 +93,6 @@ async def test_a_broken_flow_does_not_keep_other_requests_in_the_queue(
         assert await it.at_rest()
 
 
-async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(fleet: OpenFleet) -> None:
-    # Flow queues have stray entries, as if a script had failed after queueing a request.
-    async with fleet("a", full=True) as (it, a):
-        await a.admit("first", flow="good")
-        for flow in ("good", "lone"):
-            await it.redis.zadd(f"{it.keys.prefix}queue:1:{flow}", {"stray": 1})
-        await it.redis.zadd(it.keys.prefix + "flows:1", {"lone": -1})
-        await a.settle("runs")
-        await served(a, "first")
-        assert await it.at_rest()
-
-
 async def test_the_items_of_a_failed_batch_are_sent_again_once_each(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()

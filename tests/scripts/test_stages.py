@@ -11,7 +11,7 @@ from script_fleet import settings_with
 
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import describe
-from picker_fleet.state.schema import REQUEST_ROW, UNPICKABLE
+from picker_fleet.state.schema import UNPICKABLE
 from picker_fleet.state.scripts import load_library
 from picker_tools.audit.auditor import audit
 
@@ -199,13 +199,6 @@ def test_a_request_restored_after_a_flushall_has_no_prefill(staged: StagedPool, 
     assert staged.prefill_counts() == {"p:1": 0, "p:2": 0}
     assert staged.prefilled("r1") == "unknown"
     assert staged.settle("r1") == "settled m"
-
-
-def test_views_name_the_prefill_endpoint_of_a_request(staged: StagedPool) -> None:
-    staged.stages(fallbacks=1)
-    _, prefillers = staged.split("r1")
-    row = dict(zip(REQUEST_ROW, staged.call("view_request", "r1")[1].decode().split("\x1f"), strict=True))
-    assert row["prefillers"] == prefillers
 
 
 def test_the_audit_finds_prefills_beyond_a_limit_and_wrong_releases(staged: StagedPool) -> None:
