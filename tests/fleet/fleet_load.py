@@ -138,6 +138,17 @@ async def decisions(fleet: Any) -> list[Entry]:
         return [Entry.parse(raw) for _, raw in await client.xrange("epp:{default}:log")]
 
 
+async def explanation(fleet: Any) -> tuple[int, dict[str, Any]]:
+    """The replica that placed the latest request without queueing it, and how this replica explains the
+    choice of the endpoint."""
+    *_, entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"]
+    replicas = range(len(fleet.state["replicas"]))
+    replies = [await fleet.admin(f"/api/v1/requests/{entry.request}", replica) for replica in replicas]
+    known = [reply.json()["explanation"] if reply.status_code == 200 else None for reply in replies]
+    ((replica, explained),) = [(at, found) for at, found in enumerate(known) if found is not None]
+    return replica, explained
+
+
 async def fresh(read: Callable[[], Awaitable[str]]) -> str:
     """A metrics page rendered after this call: a page is cached for a second, and successive pages differ."""
     page = await read()

@@ -3,9 +3,7 @@
 from typing import Any
 
 import pytest
-from fleet_load import at_rest, complete, decisions
-
-from picker_tools.audit.log import Entry
+from fleet_load import at_rest, complete, explanation
 
 WEIGHTS = {"queue-depth": 1, "kv-cache": 1, "prefix-affinity": 6, "latency": 0.1, "session-affinity": 12}
 CONFIG = {"scheduling": {"scorers": [{"name": name, "weight": weight} for name, weight in WEIGHTS.items()]}}
@@ -51,10 +49,7 @@ async def test_requests_with_one_session_token_go_to_the_same_endpoint(scored: A
 async def test_the_replica_that_chose_an_endpoint_explains_the_choice(scored: Any) -> None:
     await at_rest(scored)
     answer = await complete(scored.url, f"Explain this. {LONG}", 2)
-    *_, entry = await entries(scored, "bypassed")
-    replies = [await scored.admin(f"/api/v1/requests/{entry.request}", replica) for replica in range(3)]
-    known = [reply.json()["explanation"] for reply in replies if reply.status_code == 200]
-    (explained,) = [explanation for explanation in known if explanation is not None]
+    _, explained = await explanation(scored)
     assert explained["chosen"][0] == answer.endpoint
     assert set(explained["candidates"][0]["parts"]) == {"in-flight", *WEIGHTS}
     assert len(explained["candidates"]) == 4
@@ -62,8 +57,3 @@ async def test_the_replica_that_chose_an_endpoint_explains_the_choice(scored: An
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
     final = {one["address"]: one["final"] for one in explained["candidates"]}
     assert final[answer.endpoint] >= max(final.values()) - 0.0002  # scores are rounded for the Lua script
-
-
-async def entries(fleet: Any, event: str) -> list[Entry]:
-    """The decision log's entries of one event, oldest first."""
-    return [entry for entry in await decisions(fleet) if entry.event == event]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fleet_load import at_rest, complete, decisions
+from fleet_load import at_rest, complete, explanation
 
 from picker_fleet.scheduling.route_stream import EvidenceRecord, unpack
 
@@ -22,14 +22,8 @@ async def shares(fleet: Any, number: int) -> tuple[int, dict[str, float]]:
     """Send the conversation's next turn. Returns the replica that placed the turn, and by endpoint the share
     of the prompt that this replica assumed to be cached."""
     assert (await complete(fleet.url, prompt(number) + "And then?", 2)).served
-    entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
-    for replica in range(3):
-        reply = await fleet.admin(f"/api/v1/requests/{entry.request}", replica)
-        explained = reply.json()["explanation"] if reply.status_code == 200 else None
-        if explained is not None:
-            found = {each["address"]: each["parts"]["prefix-affinity"] for each in explained["candidates"]}
-            return replica, found
-    raise AssertionError("no replica explains the choice")
+    replica, explained = await explanation(fleet)
+    return replica, {each["address"]: each["parts"]["prefix-affinity"] for each in explained["candidates"]}
 
 
 @pytest.mark.parametrize("mode", ["standard", "http"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crowd import http_client
-from fleet_load import decisions
+from fleet_load import explanation
 
 from bench.rig.fleet import picker_up
 from long.findings import Findings
@@ -170,14 +170,8 @@ async def _events_are_followed(running: Sequence[Server], findings: Findings) ->
         async def shares(text: str) -> dict[str, float]:
             """By server, the share of `text` that the choice for `text` assumed to be cached."""
             await ask(text)
-            entry = [entry for entry in await decisions(fleet) if entry.event == "bypassed"][-1]
-            for replica in range(2):
-                reply = await fleet.admin(f"/api/v1/requests/{entry.request}", replica)
-                explained = reply.json()["explanation"] if reply.status_code == 200 else None
-                if explained is not None:
-                    found = explained["candidates"]
-                    return {each["address"]: each["parts"]["prefix-affinity"] for each in found}
-            raise KeyError(entry.request)
+            _, explained = await explanation(fleet)
+            return {each["address"]: each["parts"]["prefix-affinity"] for each in explained["candidates"]}
 
         asked = [prompt() for _ in range(8)]
         for text in asked + asked:  # a server's first event gives the size of its blocks
