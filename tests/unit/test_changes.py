@@ -325,10 +325,10 @@ async def test_each_change_is_logged_and_listed_with_its_operator(
 async def test_the_log_leaves_out_no_change_of_several_in_a_second(
     store: ScriptedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.handler.addFilter(OneASecond())
     async with client_at(api(store=store), LOCAL, "http://127.0.0.1:8081") as http:
-        for call in ("pause", "resume", "pause"):
-            await http.post(f"/api/v1/{call}")
+        with caplog.filtering(OneASecond()):
+            for call in ("pause", "resume", "pause"):
+                await http.post(f"/api/v1/{call}")
     assert [line.message.split("'")[1][-6:] for line in caplog.records] == ["/pause", "resume", "/pause"]
 
 

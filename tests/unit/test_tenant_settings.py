@@ -411,11 +411,11 @@ async def test_the_leader_alone_publishes_the_tenants_nodes_that_have_changed() 
 async def test_the_log_has_the_old_and_new_settings_of_each_changed_node(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.handler.addFilter(OneASecond())
     nodes = nodes_of(Nodes(), node("a0"))
     await nodes.publish(LEADER)
     nodes.found([Node(path=f"a{number}", weight=number) for number in range(1, 200)])
-    await nodes.publish(LEADER)
+    with caplog.filtering(OneASecond()):
+        await nodes.publish(LEADER)
     lines = [line.message for line in caplog.records]
     assert len(lines) == 200
     assert lines[-1] == ('change by configuration: tenant "a99": {"old": "", "new": "{\\"weight\\":99.0}"}')
