@@ -1,15 +1,20 @@
 """A fleet serves with TLS to Redis, and reports a wrong certificate with a clear error."""
 
 import asyncio
+import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from background import running as background
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_servers import LOOPBACK, Server, debian, redis_server
 from script_fleet import Replica, running, until
 from tls_files import Pair, authority
 
+from picker_fleet.state.primary import client
 from picker_fleet.state.replies import name_of
 
 
@@ -50,6 +55,34 @@ async def test_a_replica_reports_why_tls_to_redis_failed(
         "no such file": (f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs=/nowhere", "No such file"),
     }[case]  # fmt: skip
     await until_fault(url, pool, error)
+
+
+async def test_connections_share_one_tls_context_until_a_file_changes(
+    secure: Server, vouched: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Making a context blocks the event loop for up to 0.1 s, also while Redis refuses connections.
+    made = Mock(wraps=ssl.create_default_context)
+    monkeypatch.setattr(ssl, "create_default_context", made)
+
+    async def connect() -> None:
+        async with client(url_of(secure, vouched), "key") as redis:
+            await redis.ping()
+
+    for _ in range(3):
+        await connect()
+    assert made.call_count == 1
+    secure.kill()
+    for _ in range(3):
+        with pytest.raises(RedisConnectionError):
+            await connect()
+    assert made.call_count == 1
+    # A new certificate is read for the next connection.
+    await asyncio.to_thread(secure.revive)
+    os.utime(vouched.cert, (1, 1))
+    made.reset_mock()
+    await connect()
+    await connect()
+    assert made.call_count == 1
 
 
 async def test_a_host_name_that_the_certificate_lacks_is_refused_unless_the_check_is_off(

@@ -25,8 +25,10 @@ once a majority names another (`named_primary`, `is_replaced`).
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -149,7 +151,28 @@ class _Following(Connection):
             raise redis_errors.ConnectionError(f"not the primary: {fault}") from None
 
 
-class _Encrypted(_Following, SSLConnection):
+# TLS options -> identities of the files they name, and the context that was made of these files.
+_contexts: dict[tuple[object, ...], tuple[list[tuple[int, int]], ssl.SSLContext]] = {}
+
+
+class _Tls(SSLConnection):
+    """A connection that shares its TLS context with all others of the same options until a file changes.
+    Making a context reads all of the system's CA certificates, which blocks the event loop for 0.1 s."""
+
+    async def connect(self) -> None:
+        tls = self.ssl_context
+        files = [each for each in (tls.ca_certs, tls.certfile, tls.keyfile) if each]
+        key = (*files, tls.cert_reqs, tls.check_hostname)
+        with contextlib.suppress(OSError):  # a file cannot be read: `super().connect` raises why
+            read = [(each.st_ino, each.st_mtime_ns) for each in map(os.stat, files)]
+            if key not in _contexts or _contexts[key][0] != read:
+                tls.context = None
+                _contexts[key] = read, tls.get()
+            tls.context = _contexts[key][1]
+        await super().connect()  # type: ignore[no-untyped-call]
+
+
+class _Encrypted(_Following, _Tls):
     pass
 
 
@@ -269,7 +292,7 @@ async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node
 
 async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | None, **options: Any) -> Any:
     """The reply of `node` to `command`, on a new connection."""
-    kind: type[Connection] = Connection if tls is None else SSLConnection
+    kind: type[Connection] = Connection if tls is None else _Tls
     connection = kind(
         host=node[0], port=node[1], protocol=2, socket_timeout=None, socket_connect_timeout=_ASK_S,
         decode_responses=True, encoding_errors="replace", driver_info=None, **(tls or {}), **options,
