@@ -273,6 +273,7 @@ class InferenceObjects:
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
         self._retry: asyncio.TimerHandle | None = None
+        self._unwritten: int | None = None  # the code of the last call for a condition, if it failed
         self._known: dict[tuple[str, str], _Followed] = {}  # (collection's path, object's name) -> object
         self._pools_path = ""
         self._fleet, self._manager = fleet, ""
@@ -414,11 +415,15 @@ class InferenceObjects:
         try:
             await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
         except KubernetesFault as fault:
+            what = f"{each.kind.name.lower()}s {metadata.name}"
             if fault.code != CONFLICT:
+                if fault.code != self._unwritten:
+                    _log.warning("cannot write conditions, such as that of %s: %s", what, fault)
+                self._unwritten = fault.code
                 self._retry_later()
                 return
-            what = f"{each.kind.name.lower()}s {metadata.name}"
             _log.info("another field manager owns the condition of %s, which stays: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)
             refused = True
+        self._unwritten = None
         each.sent = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)

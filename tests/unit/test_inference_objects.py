@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from background import running
+from background import running, until
 from tables import cases
 
 from picker_fleet.domain.bands import Band
@@ -232,12 +232,12 @@ async def test_objects_of_this_pool_take_effect_before_other_pools_have_been_rea
 
 
 async def test_a_condition_is_written_again_after_a_failed_call_although_no_object_changes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(followed_objects, "_RETRY_S", 0.01)
     server = ObjectsOfTwoPools()
     server.answers.set()
-    server.failures = [KubernetesFault(503, "the API server restarts")]
+    server.failures = [KubernetesFault(403, "no right")] * 3
     followed = InferenceObjects(
         "own", None, fleet="test", report=lambda *_: None, publishes=lambda: True,
         api=lambda: cast(Api, server),
@@ -246,3 +246,6 @@ async def test_a_condition_is_written_again_after_a_failed_call_although_no_obje
         failed = await server.written.get()
         while await server.written.get() != failed:
             pass
+        await until(lambda: not server.failures)
+    told = [line for line in caplog.messages if "cannot write" in line]
+    assert told == ["cannot write conditions, such as that of inferenceobjectives own: 403: no right"]
