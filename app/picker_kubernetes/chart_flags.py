@@ -155,6 +155,11 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
     }
 
 
+def _unquoted(text: str | None) -> str:
+    """A flag's value without the quotes that charts write around it."""
+    return (text or "").strip("\"'")
+
+
 def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
     extproc: dict[str, Any] = {}
     tree: dict[str, Any] = {"extproc": extproc}
@@ -173,20 +178,20 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
         extproc["conformance"] = args.conformance
     series = {}
     for flag, meaning in _SERIES_FLAGS.items():
-        if text := (getattr(args, flag) or "").strip("\"'"):
+        if text := _unquoted(getattr(args, flag)):
             try:
                 series_of(text)
             except ValueError as fault:
                 remarks.append(f"--{flag.replace('_', '-')}: {fault}")
             else:
                 series[meaning] = text
-    if args.model_server_metrics_path:
-        series["path"] = args.model_server_metrics_path
+    if path := _unquoted(args.model_server_metrics_path):
+        series["path"] = path
     scraping: dict[str, Any] = {"series": series} if series else {}
-    if args.model_server_metrics_port not in (None, "0"):
-        scraping["port"] = read_yaml(args.model_server_metrics_port)
-    if args.model_server_metrics_scheme:
-        scraping["scheme"] = args.model_server_metrics_scheme
+    if (port := _unquoted(args.model_server_metrics_port)) not in ("", "0"):
+        scraping["port"] = read_yaml(port)
+    if scheme := _unquoted(args.model_server_metrics_scheme):
+        scraping["scheme"] = scheme
     if scraping:
         tree["scraping"] = scraping
     return tree

@@ -103,7 +103,7 @@ def test_metric_series_that_flags_name_keep_their_labels() -> None:
     settings, remarks = made(
         *("--pool-name", "llm", '--total-queued-requests-metric="sglang:num_queue_reqs"'),
         *("--kv-cache-usage-percentage-metric", "blocks{kv_cache_block_type=fraction}"),
-        *("--lora-info-metric", "", "--model-server-metrics-path", "/prometheus/metrics"),
+        *("--lora-info-metric", "", '--model-server-metrics-path="/prometheus/metrics"'),
         *("--total-running-requests-metric", "two words"),
     )
     assert settings.scraping.series == {
