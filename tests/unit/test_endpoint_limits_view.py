@@ -98,6 +98,16 @@ async def test_in_mode_static_rows_have_no_reasons_and_no_command_reads_found_li
 
 def test_an_unready_replica_says_why_it_does_not_join_its_pool() -> None:
     replica = Replica({})
-    vars(replica).update(pulse=None, fault="", unfit="", refusal="the pool has format 2")
+    vars(replica).update(pulse=None, fault="", unfit="", refusal="the pool has format 2", has_list=True)
     _, components = replica.view().ready()
     assert components == {"redis": "ok", "pool": "the pool has format 2", "endpoints": "none is ready"}
+
+
+def test_health_tells_that_discovery_has_no_list_although_redis_knows_the_endpoints() -> None:
+    replica = Replica({})
+    vars(replica).update(fault="", unfit="", status="ok", refusal="", has_list=False)
+    for ready_endpoints in (0, 4):
+        vars(replica).update(pulse=SimpleNamespace(epoch="1", ready_endpoints=ready_endpoints))
+        joined, components = replica.view().ready()
+        assert joined
+        assert components["endpoints"] == "discovery has no list yet; the log says why"

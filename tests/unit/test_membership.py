@@ -57,13 +57,6 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
         yield one
 
 
-async def test_a_replica_that_has_not_joined_its_pool_says_what_it_waits_for() -> None:
-    one = Member(ScriptedStore(), CONFIGURED)
-    assert one.membership.awaited == "discovery has no list of endpoints yet"
-    one.membership.discovered([])
-    assert one.membership.awaited == "not joined yet"
-
-
 async def test_a_replica_publishes_the_whole_configuration_of_a_pool_unknown_to_redis() -> None:
     store = ScriptedStore()
     async with member(store):

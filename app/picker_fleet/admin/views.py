@@ -42,6 +42,7 @@ from picker_fleet.state.store import Store
 _Row = TypeVar("_Row")
 _Parts = TypeVar("_Parts")
 _MAX_CURSOR_CHARS = 4096
+_NO_LIST = "discovery has no list yet; the log says why"
 _NEW_S = 1.0  # a limit found more recently may have been stored after the limits in force were read
 _MAX_SCANNED_WORKLOADS = 200  # the method `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
@@ -271,8 +272,8 @@ class FleetView:
         endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or member.unfit or "ok",
-            "pool": member.status if joined else member.refusal or member.awaited,
-            "endpoints": "ok" if endpoints else "none is ready",
+            "pool": member.status if joined else member.refusal or "not joined yet",
+            "endpoints": ("ok" if endpoints else "none is ready") if member.has_list else _NO_LIST,
         }
 
     def health(self, status: str, components: dict[str, str]) -> models.Health:

@@ -222,9 +222,9 @@ class Membership:
         return self.trouble or "; ".join(self._server_check.faults.values())
 
     @property
-    def awaited(self) -> str:
-        """What a replica that has not joined its pool waits for."""
-        return "not joined yet" if self._publisher.has_list else "discovery has no list of endpoints yet"
+    def has_list(self) -> bool:
+        """Whether this replica's own discovery has reported endpoints, even an empty list."""
+        return self._publisher.has_list
 
     @property
     def effective(self) -> EffectiveConfig:
