@@ -214,6 +214,8 @@ def test_the_rendered_helm_chart_follows_its_values(renderer: str, tmp_path: Pat
     assert settings_of(trees).pool == "default"
     probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "readiness", "liveness")]
     assert probes == ["HTTPS"] * 3
+    without_tls = rendered(renderer, tmp_path, {"config": {"admin": {"listen": "0.0.0.0:1", "tls": None}}})
+    assert "scheme" not in container_of(without_tls)["readinessProbe"]["httpGet"]
     # Every placeholder in the templates is filled in.
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 
@@ -234,6 +236,7 @@ def test_names_that_yaml_reads_as_numbers_or_booleans_stay_names(renderer: str, 
     assert container_of(trees)["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "123", "key": "no"}
 
 
+@pytest.mark.timeout(540)
 def test_the_chart_configures_several_pools_as_the_replica_reads_them(renderer: str, tmp_path: Path) -> None:
     names = ["llm", "a-pool-of-the-longest-name-that-anybody-has-ever-given-to-a-pool"]
     for first, further in (names, names[::-1]):

@@ -47,7 +47,7 @@ labels:
 {{- /* HTTPS if the admin port has TLS; otherwise empty, which means HTTP. */}}
 {{- define "picker.adminScheme" -}}
 {{- $admin := get (include "picker.config" . | fromYaml) "admin" | default dict }}
-{{- if hasKey $admin "tls" }}HTTPS{{ end }}
+{{- if kindIs "map" (get $admin "tls") }}HTTPS{{ end }}
 {{- end }}
 {{- /* The further pools' ext_proc ports as a JSON list. */}}
 {{- define "picker.furtherPorts" -}}
