@@ -251,6 +251,22 @@ def test_the_chart_configures_several_pools_as_the_replica_reads_them(renderer: 
         assert (found.pool, found.namespace) == (further, "inference")
 
 
+@pytest.mark.timeout(540)
+def test_the_chart_exposes_the_ports_that_an_inferencepools_replicas_listen_at(
+    renderer: str, tmp_path: Path
+) -> None:
+    listen = {"listen": "0.0.0.0:9102", "health_listen": "0.0.0.0:9103"}
+    own = {"extproc": listen, "admin": {"listen": "0.0.0.0:9190"}}
+    for config_, ports in (({}, [9002, 9003, 9090]), (own, [9102, 9103, 9190])):
+        trees = rendered(
+            renderer, tmp_path, {"inferencePool": {"name": "llm", "create": True, "config": config_}}
+        )
+        assert [port["containerPort"] for port in container_of(trees)["ports"]] == ports
+        assert of(trees, "InferencePool")["spec"]["endpointPickerRef"]["port"]["number"] == ports[0]
+        services = [tree["spec"]["ports"][0]["port"] for tree in trees if tree["kind"] == "Service"]
+        assert services == [ports[2], ports[0]]
+
+
 def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
     """Objects by kind and name; the YAML texts of a ConfigMap are parsed."""
     found = {(tree["kind"], tree["metadata"]["name"]): tree for tree in trees}

@@ -13,15 +13,20 @@ namespace: {{ .Release.Namespace | quote }}
 labels:
   {{- include "picker.labels" . | nindent 2 }}
 {{- end }}
+{{- /* The port of an address in the configuration: of its section and key, else a default port. */}}
 {{- define "picker.port" -}}
-{{ splitList ":" . | last }}
+{{- $section := get (include "picker.config" (index . 0) | fromYaml) (index . 1) | default dict }}
+{{- get $section (index . 2) | default (printf ":%v" (index . 3)) | splitList ":" | last }}
 {{- end }}
-{{- /* With an InferencePool, replicas listen at the ports in the flags that gateways' charts pass. */}}
+{{- /* With an InferencePool, the default ports are those of the flag --pool-name. */}}
 {{- define "picker.grpcPort" -}}
-{{ if .Values.inferencePool.name }}9002{{ else }}{{ include "picker.port" .Values.config.extproc.listen }}{{ end }}
+{{ include "picker.port" (list . "extproc" "listen" 9002) }}
+{{- end }}
+{{- define "picker.healthPort" -}}
+{{ include "picker.port" (list . "extproc" "health_listen" 9003) }}
 {{- end }}
 {{- define "picker.adminPort" -}}
-{{ if .Values.inferencePool.name }}9090{{ else }}{{ include "picker.port" .Values.config.admin.listen }}{{ end }}
+{{ include "picker.port" (list . "admin" "listen" (ternary 9090 8081 (ne .Values.inferencePool.name ""))) }}
 {{- end }}
 {{- /* The pool's name in the fleet, NAMESPACE.NAME; shortened as `--pool-name` does (chart_flags.py). */}}
 {{- define "picker.poolKey" -}}
