@@ -189,11 +189,16 @@ async def _flood(part: str, floods: Sequence[tuple[bytes, bytes]], target: Targe
 
 
 def _request(
-    path: str, body: bytes, *headers: tuple[str, str], method: str = "POST", key: str = ATTACKER
+    path: str,
+    body: bytes,
+    *headers: tuple[str, str],
+    method: str = "POST",
+    key: str = ATTACKER,
+    kind: str = "application/json",
 ) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "host: fleet", "connection: close", f"authorization: Bearer {key}"]
     lines += [f"{name}: {value}" for name, value in headers]
-    lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
+    lines += [f"content-type: {kind}", f"content-length: {len(body)}", "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -235,8 +240,16 @@ def _bodies() -> tuple[bytes, ...]:
     )
 
 
+def _form() -> bytes:
+    """A form of 256 fields whose headers have as many parameters as possible."""
+    field = b"--b\r\ncontent-disposition: form-data; name=a" + b';a="' * 2000 + b"\r\n\r\n\r\n"
+    return field * 256 + b"--b--"
+
+
 def _body(number: int) -> bytes:
     bodies = _bodies()
+    if number % (len(bodies) + 1) == len(bodies):
+        return _request("/v1/audio/transcriptions", _form(), kind="multipart/form-data; boundary=b")
     body = bodies[number % len(bodies)]
     path = "/v1/chat/completions" if number % len(bodies) == 3 else "/v1/completions"
     return _request(path, body, *((("content-encoding", "deflate"),) if body is bodies[-1] else ()))

@@ -181,6 +181,7 @@ FORM_FAULTS = {
     "a name in RFC 2231's form": (form(("name*=utf-8''model", b"a")), MULTIPART, "one name"),
     "two names": (form(('name="x"; name="model"', b"a")), MULTIPART, "one name"),
     "too many fields": (form(*[("name=a", b"")] * 300), MULTIPART, "more than 256 fields"),
+    "long headers": (form(*[("name=a" + ";a=b" * 1000, b"")] * 20), MULTIPART, "headers of the form"),
     "a long model": (form(('name="model"', b"m" * 300)), MULTIPART, "longer than 256"),
     "no UTF-8": (form(('name="model"', b"\xff")), MULTIPART, "not valid UTF-8"),
 }  # fmt: skip

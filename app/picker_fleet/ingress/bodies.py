@@ -33,7 +33,7 @@ _HALVES_SLICE_BYTES = 1024
 _MOST_HALVED_SLICES = 64  # maximum slices of a body that may have lone surrogates
 
 _MAX_FIELDS = 256
-_MAX_FIELD_HEAD = 8192
+_MAX_FIELD_HEAD, _MAX_FIELD_HEADS = 8192, 64 * 1024  # bytes of a field's headers, and of all fields'
 _MAX_MODEL_BYTES = 4096
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"(?:^|\r\n)content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE)
@@ -266,6 +266,7 @@ def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int
     if at == 1:
         raise BadRequest("the form has no part: its boundary does not occur")
     at += len(mark)
+    heads_bytes = 0
     while not text.startswith(b"--", at):
         head = text.find(b"\r\n", at, at + 64)
         if head < 0 or text[at:head].strip(b" \t"):
@@ -277,6 +278,9 @@ def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int
         end = text.find(b"\r\n" + mark, start - 2)
         if start < 4 or end < 0:
             raise BadRequest("the form is cut off")
+        heads_bytes += start - head
+        if heads_bytes > _MAX_FIELD_HEADS:
+            raise BadRequest(f"the headers of the form's fields are longer than {_MAX_FIELD_HEADS} bytes")
         name, is_file = _named(text[head : start - 2])
         yield name, start, max(start, end), is_file
         at = end + 2 + len(mark)
