@@ -307,37 +307,41 @@ local function reset_caches()
   end
 end
 
-local in_progress = false -- still true if the last call failed
-local function begin(pool_key)
-  local failed = in_progress
-  in_progress, committing, strays = true, false, 0
-  use_keys(pool_key)
-  reset_storage()
-  reset_records()
-  reset_log()
-  timers_ran = false
-  pool.read(failed)
-  reset_caches()
-end
+local run
+do -- a chunk may have 200 locals
+  local in_progress = false -- still true if the last call failed
+  local function begin(pool_key)
+    local failed = in_progress
+    in_progress, committing, strays = true, false, 0
+    use_keys(pool_key)
+    reset_storage()
+    reset_records()
+    reset_log()
+    timers_ran = false
+    pool.read(failed)
+    reset_caches()
+  end
 
-local function perform(act, keys, args)
-  begin(keys[1])
-  local reply = act(args)
-  in_progress = false
-  return reply
-end
+  local function perform(act, keys, args)
+    begin(keys[1])
+    local reply = act(args)
+    in_progress = false
+    return reply
+  end
 
--- Raise `why` as a Redis error whose first word is a code; add ERR if it has none.
-local function fail(why)
-  local text = type(why) == 'table' and why.err or tostring(why)
-  error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
-end
+  -- Raise `why` as a Redis error whose first word is a code; add ERR if it has none.
+  local function fail(why)
+    local text = type(why) == 'table' and why.err or tostring(why)
+    error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
+  end
 
--- Entry point of every library function. If a call fails, undo its writes unless the commit has begun; raise its error.
-local function run(act, keys, args)
-  use_builtins()
-  local done, reply = pcall(perform, act, keys, args)
-  if done then return reply end
-  if not committing then undo_writes() end
-  fail(reply)
+  -- Entry point of every library function. If a call fails, undo its writes unless the commit has begun; raise its
+  -- error.
+  function run(act, keys, args)
+    use_builtins()
+    local done, reply = pcall(perform, act, keys, args)
+    if done then return reply end
+    if not committing then undo_writes() end
+    fail(reply)
+  end
 end

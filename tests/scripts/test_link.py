@@ -223,3 +223,11 @@ async def test_an_admission_whose_caller_has_gone_is_not_sent_again(fleet: OpenF
         assert await it.redis.hkeys(it.keys.prefix + "requests") == ["wanted"]
         await a.settle("wanted")
         assert await it.at_rest()
+
+
+async def test_the_library_has_room_for_further_names(fleet: OpenFleet) -> None:
+    # docs/contributing.md adds an ordering and a script; a Lua chunk may have 200 locals.
+    async with fleet("a") as (it, _):
+        shebang, body = load_library().source.split("\n", 1)
+        names = "".join(f"local name_{n} = {n}\n" for n in range(6))
+        await it.redis.function_load(f"{shebang}\n{names}{body}", replace=True)
