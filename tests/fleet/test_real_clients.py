@@ -20,6 +20,7 @@ from http2_client import upload
 from model_servers import COMPLETION, Ends, Received, http_answer, listening, static
 from whole_fleet import running
 
+from picker_fleet.ingress.headers import REQUEST_TIMEOUT, SESSION_HEADERS, SLO, TTL
 from picker_tools.local_fleet.parts import MODES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -235,7 +236,8 @@ async def test_envoy_answers_a_browsers_cors_preflight(behind: Behind, tmp_path:
             asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
             answer = await client.options("/v1/chat/completions", headers=asked)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
-            assert "authorization" in answer.headers["access-control-allow-headers"]
+            allowed = answer.headers["access-control-allow-headers"].split(",")
+            assert {"authorization", *SLO, TTL, REQUEST_TIMEOUT, *SESSION_HEADERS} <= set(allowed)
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         await at_rest(behind.fleet)  # this Envoy must report the request's end before it stops
