@@ -394,7 +394,7 @@ class Intake:
             xxh3_64_hexdigest(text)[:_DIGEST_CHARS], ask.refers,
             0 if ask.refers else prompt_size,  # with stored state, usage counts more than this prompt
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found.number,
-            found.prompt_bytes(ask.body_bytes) if found.size_bytes else 0,
+            0 if found is media.NONE else found.prompt_bytes(ask.body_bytes),
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
@@ -443,8 +443,7 @@ class Intake:
         counts = self._in_tokens or self._counts_quotas or self._estimate_cost is not None
         prefixes, found = self._prefixes, media.NONE
         encoded = ask.can_split and prefixes is not None and prefixes.has_encoders
-        predicts = prefixes is not None and prefixes.predicts
-        if counts or encoded or (predicts and (ask.files or media.may_fill(text))):
+        if counts or encoded or (ask.body_bytes > media.SHORT_BYTES and self._predicts_media(ask, text)):
             found = media.of_form(text, ask.files) if ask.files else media.found(text, members)
             if found.number and not encoded:
                 found = found._replace(number=0)
@@ -476,6 +475,11 @@ class Intake:
         if not self._counts_quotas:
             prompt = answer = 0.0
         return estimated, lacks_answer, size if self._in_tokens else 0, prompt, answer, found
+
+    def _predicts_media(self, ask: Ask, text: bytes) -> bool:
+        """Whether latencies are predicted, and media may take most of the body."""
+        predicts = self._prefixes is not None and self._prefixes.predicts
+        return predicts and (bool(ask.files) or media.may_fill(text))
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
