@@ -20,7 +20,6 @@ from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.info import EnvoyLimits
-from picker_fleet.fleet.live_config import shared_settings
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -55,39 +54,6 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
     async with running(one.membership.run()):
         await until(lambda: one.membership.pulse is not None and one.membership.pulse.epoch != "0")
         yield one
-
-
-async def test_a_replica_publishes_the_whole_configuration_of_a_pool_unknown_to_redis() -> None:
-    store = ScriptedStore()
-    async with member(store):
-        assert store.published[0] == shared_settings(CONFIGURED, {})
-        assert store.tunings == 0
-
-
-async def test_a_replica_follows_and_shows_a_live_change_by_another_replica() -> None:
-    store = ScriptedStore()
-    async with member(store) as one:
-        assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
-
-        bounds = {
-            "adaptive": 0,
-            "largest_claim": 0.25,
-            "upper_per": 11,
-            "lower_per": 9,
-            "default_prefill_cap": 10,
-        }
-        await store.set_live_config({"weights": {"gold": 3}, **bounds}, {**WIDER, "weights.gold": 3})
-        await one.follows(lambda: one.membership.live_config.version == "1")
-
-        effective = one.membership.effective
-        assert effective.settings.request_queue_controller.watermark_per_backend == 10
-        assert effective.weights == {"gold": 3}
-        assert (await one.membership.state()).watermark == 20
-
-        # Another replica undoes the settings that were changed at run time; this replica follows.
-        await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
-        await one.follows(lambda: one.membership.live_config.version == "2")
-        assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
 
 async def test_a_live_change_that_makes_the_limits_static_is_logged(caplog: pytest.LogCaptureFixture) -> None:
