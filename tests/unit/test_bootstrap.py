@@ -111,8 +111,6 @@ def test_real_envoy_accepts_a_bootstrap_of_unusual_settings(settings: dict[str, 
 
 ATTEMPTS = "filters.router.upstreamLog"
 DUPLEX, HINT = "FULL_DUPLEX_STREAMED", "envoy.lb.subset_hint"
-SOURCE = "clusters.pool.edsClusterConfig.edsConfig.apiConfigSource"
-POLICY = "clusters.pool.loadBalancingPolicy.policies.0.typedExtensionConfig.typedConfig"
 FORWARDED = "asking.metadataOptions.forwardingNamespaces.untyped"
 TO_CLIENT = "routes.responseHeadersToAdd.*.header.key"
 RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
@@ -146,13 +144,6 @@ def timeouts(waits_s: int, sends_s: int) -> dict[str, Any]:
 
 
 IN_EVERY_MODE: dict[str, Any] = {
-    # Replicas send Envoy the endpoints of the pool; the replicas themselves are a static cluster.
-    "clusters.pool.type": "EDS",
-    f"{SOURCE}.apiType": "GRPC",
-    f"{SOURCE}.grpcServices.*.envoyGrpc.clusterName": ["picker"],
-    "clusters.picker.type": "STATIC",
-    # Envoy tries the endpoints of the pool in the picker's order.
-    f"{POLICY}.overrideHostSources": [{"header": "x-gateway-destination-endpoint"}],
     # A request that an endpoint redirects, or refuses as full, goes to the next endpoint.
     "host.retryPolicy.retriableStatusCodes": [300, 301, 302, 303, 307, 308, 429],
     # If all replicas fail, requests fail; if one fails, Envoy sends its queued requests to another replica.
@@ -183,7 +174,6 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
         TO_CLIENT: ["x-request-id", "x-session-token", "x-queue-pressure"],
     },
     "http": {
-        "service.pathPrefix": "/check",
         f"{ANSWER}.allowedUpstreamHeaders.patterns.*.exact": [
             "x-encoder-hosts-ports",
             "x-gateway-destination-endpoint",

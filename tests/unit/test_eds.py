@@ -79,23 +79,15 @@ def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
     return cell
 
 
-async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
-    async with subscribed(filled("10.0.0.1:8000", "[fd00::1]:8001"), "pool") as call:
-        response = await call.read()
-    assert response.version_info == "v1"
-    assert response.type_url == eds.TYPE_URL
-    healthy = health_check_pb2.HEALTHY
-    assert read(response) == {"pool": {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}}
-
-
-async def test_envoy_receives_nothing_before_the_first_snapshot_of_the_endpoints() -> None:
+async def test_envoy_receives_the_endpoints_of_the_pool_and_nothing_before_their_first_snapshot() -> None:
     cell = SnapshotCell()
     async with subscribed(cell, "pool") as call:
         await call.write(asking("pool", "other"))
-        cell.publish(snapshot("v1", "10.0.0.1:8000"))
+        cell.publish(snapshot("v1", "10.0.0.1:8000", "[fd00::1]:8001"))
         response = await call.read()
-    assert response.version_info == "v1"
-    assert "10.0.0.1:8000" in read(response)["pool"]
+    assert (response.version_info, response.type_url) == ("v1", eds.TYPE_URL)
+    healthy = health_check_pb2.HEALTHY
+    assert read(response)["pool"] == {"10.0.0.1:8000": healthy, "fd00::1:8001": healthy}
 
 
 async def test_an_unknown_cluster_gets_an_empty_endpoint_assignment() -> None:

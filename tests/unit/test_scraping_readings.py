@@ -129,11 +129,6 @@ def test_after_a_failed_scrape_values_are_used_until_stale_and_the_fault_is_show
     assert reading.metrics == EndpointMetrics(100_000, fault="no page", failures=1)
 
 
-def test_an_endpoint_without_a_successful_scrape_is_unknown(cache: MetricsCache) -> None:
-    cache.update({"a:1": EndpointMetrics(100_000, fault="no page", failures=1)})
-    assert not cache.snapshot()["a:1"].known
-
-
 def test_an_older_reading_does_not_replace_a_newer_one(cache: MetricsCache, clock: Clock) -> None:
     def waiting(scraped_ms: int, amount: float) -> float | None:
         cache.update({"a:1": reading_at(scraped_ms, waiting=amount)})
@@ -179,16 +174,6 @@ def test_owners_of_endpoints_are_the_same_in_every_process() -> None:
     # If the hash changed, replicas of two versions would disagree about the owners of endpoints.
     owners = [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]]
     assert owners == [f"host-0000000{number}" for number in (2, 2, 4, 5)]
-
-
-def test_a_live_replica_is_a_scraper_until_it_stops_publishing() -> None:
-    scrapers = Scrapers("b", 1.0)
-    assert scrapers.among(["c", "b", "a"], 8, 0.0) == ("a", "b", "c")
-    for moment_s in (0.5, 1.0, 1.5):
-        scrapers.seen("a", moment_s)
-    assert scrapers.among(["a", "b", "c"], 8, 1.5) == ("a", "b")
-    scrapers.seen("c", 1.6)
-    assert scrapers.among(["a", "b", "c"], 8, 1.6) == ("a", "b", "c")
 
 
 def test_a_replica_that_joins_has_a_second_to_publish_before_it_counts_as_silent() -> None:
