@@ -12,7 +12,7 @@ from script_fleet import OpenFleet, Replica, addresses, ask, ended, until, until
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.state.pool_state import FoundLimit
 
-A, B, C = addresses(3)
+A, B = addresses(2)
 ROOM = 1000  # stock per endpoint, in requests: so large that only the limits matter
 FOUND: Mapping[str, Any] = {"adaptive": 1, "limit_initial": 8, "limit_min": 1, "limit_max": 1000}
 IN_TOKENS = {**FOUND, "unit": "tokens", "limit_initial": 100, "largest_claim": 0.25}
@@ -58,24 +58,6 @@ async def test_of_100_concurrent_requests_exactly_as_many_run_as_the_limits_allo
         assert most == {A: 5, B: 3}
         await until(it.at_rest)
         assert (await it.ledger()).started == {f"r{number}": 1 for number in range(100)}
-
-
-async def test_a_limit_is_pinned_or_found_and_stays_within_the_configured_bounds(fleet: OpenFleet) -> None:
-    settings = {**FOUND, "limit_initial": 4, "pinned": {A: 2}}
-    async with fleet("a", endpoints=2, **settings) as (it, a):
-        assert (await it.state()).limits == {A: 2, B: 4}
-        await set_limits(a, {A: 9, B: 6, C: 7})
-        assert (await it.state()).limits == {A: 2, B: 6}
-        # The stored limit of endpoint C takes effect once the endpoint is published.
-        await a.publish(A, Endpoint(B, max_inflight=5), C, **settings)
-        state = await it.state()
-        assert state.limits == {A: 2, B: 5, C: 7}
-        assert (state.lower, state.upper) == (14, 14)
-        # An endpoint that takes no requests adds nothing to the bound.
-        await a.store.mark_endpoint(C, "drained", True)
-        assert (await it.state()).upper == 7
-        await a.store.set_live_config({"limit_max": 1, "pinned": {B: 3}}, {})
-        assert (await it.state()).limits == {A: 1, B: 3, C: 1}
 
 
 async def test_a_pool_that_changes_the_mode_of_its_limits_loses_no_waiting_request(fleet: OpenFleet) -> None:

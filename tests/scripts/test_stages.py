@@ -1,7 +1,6 @@
 """Split requests: a decode endpoint and a prefill endpoint, chosen and reserved in one call."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,21 +118,6 @@ def test_the_candidates_for_a_prefill_may_depend_on_the_decode_endpoint(staged: 
         )
         assert (first, second) == (("d:1", "p:1,p:2"), ("d:2", "p:2,p:1"))
     assert staged.prefill_counts() == {"p:1": 2, "p:2": 2}
-
-
-def test_a_draining_endpoint_that_only_prefills_gets_no_further_request(staged: StagedPool) -> None:
-    endpoint = Endpoint("p:1", prefills=True, decodes=False)
-    staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, upper_per=10)
-    assert staged.split("r1") == ("d:1", "p:1")
-    staged.stages(
-        {"d:1": DECODE, "p:1": describe(replace(endpoint, draining=True))}, version="e2", upper_per=10
-    )
-    assert staged.split("r2") == ("d:1", "")
-    assert staged.prefill_counts() == {"p:1": CLOSED + 1}
-    staged.stages({"d:1": DECODE, "p:1": describe(endpoint)}, version="e3", upper_per=10)
-    assert staged.split("r3") == ("d:1", "p:1")
-    assert staged.sweep()[4] == 1
-    assert staged.call("state", 60_000)[0] != b"0"  # no key counts as lost
 
 
 def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_bounds(

@@ -76,58 +76,6 @@ def it(client: redis.Redis, pool: str) -> TenantPool:
     return TenantPool(client, pool)
 
 
-def test_a_tenant_with_a_thousand_keys_gets_no_more_turns_than_a_tenant_with_one_key(it: TenantPool) -> None:
-    it.start(1, {}, total_capacity=2000)
-    it.ask("zeta/k")
-    for number in range(1000):
-        it.ask(f"acme/k{number}")
-    for _ in range(100):
-        it.ask("zeta/k")
-    served = Counter(flow.split("/")[0] for flow in it.serve(100))
-    assert abs(served["acme"] - 50) <= 1
-
-
-def test_an_idle_tenant_saves_no_turns_and_the_sweep_forgets_its_tags(it: TenantPool) -> None:
-    it.start(1, {})
-    it.ask("acme/a")
-    for _ in range(20):
-        it.ask("acme/a")
-    it.serve(10)
-    for _ in range(20):
-        it.ask("zeta/a")
-    # Tenant zeta does not catch up on the ten turns that acme got before zeta's first request.
-    assert abs(Counter(it.serve(10))["zeta/a"] - 5) <= 1
-    it.serve(20)
-    while running := it.client.zrange(f"{it.prefix}inflight", 0, -1):
-        for each in running:
-            it.end(each.decode())
-    it.passes(700_000)
-    for _ in range(4):
-        it.passes(1000)
-        it.call("sweep", "a", 0, 60_000, 300_000, 60_000)
-    keys = it.keys()
-    names = [key.decode().removeprefix(it.prefix) for key in keys]
-    assert not [name for name in names if name.partition(":")[0] in ("children", "finished", "nodes")]
-
-
-@pytest.mark.parametrize("leave", ["cancel", "expire", "evict"])
-def test_a_tenant_whose_requests_left_unserved_returns_to_its_position(it: TenantPool, leave: str) -> None:
-    it.start(1, {})
-    it.ask("acme/a")
-    it.ask("zeta/a")
-    it.ask("acme/b/c", ttl_ms=1000 if leave == "expire" else 60_000)
-    if leave == "cancel":
-        it.call("cancel", "a", "r3", "1", "cancelled")
-    elif leave == "evict":
-        it.call("evict", "a", "r3")
-    else:
-        it.passes(1500)
-        it.call("cancel", "a")
-    assert it.queued() == 1
-    it.ask("acme/b/c")
-    assert sorted(it.serve(2)) == ["acme/b/c", "zeta/a"]
-
-
 def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantPool) -> None:
     prices = {"m": {"prompt": 1, "cached": 0.5, "answer": 2}}
     node = {"over_limit": "reject", "budget": {"units": 100, "period": "day"}}
