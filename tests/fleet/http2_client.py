@@ -28,11 +28,15 @@ class Upload:
         self._over = False
 
     async def send(self, body: bytes, fields: Fields = (), trailers: Fields = ()) -> None:
-        """Send headers, all of `body` as fast as flow control allows, and trailers."""
+        """Send headers, all of `body` as fast as flow control allows, and trailers, if any."""
         await self.send_open(body, fields)
-        if not self._over:
+        if self._over:
+            return
+        if trailers:
             self._h2.send_headers(1, trailers, end_stream=True)
-            await self._flush()
+        else:
+            self._h2.end_stream(1)
+        await self._flush()
 
     async def send_open(self, body: bytes, fields: Fields = ()) -> None:
         """Send headers and all of `body`, but do not end the stream. Stop if the stream ends meanwhile."""

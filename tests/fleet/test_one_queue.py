@@ -56,32 +56,6 @@ async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(he
     await at_rest(here)
 
 
-async def test_a_full_queue_refuses_requests_and_a_request_past_its_ttl_is_never_placed(fleet: Any) -> None:
-    room = {"total_capacity": 1, "flow_capacity": 1, "overload_status": 429, "queue_ttl": "3s"}
-    config = {"fair_request_queue": room}
-    here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)
-    ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        await here.post("pause")
-        waiting = tasks.create_task(complete(here.url, "x", 1))
-        await here.until_state(queued=1)
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(3)))
-        late = await waiting
-        await here.post("resume")
-        assert (await complete(here.url, "last", 1)).served
-    for answer in answers:
-        assert answer.status_code == 429
-        assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
-        assert int(answer.headers["retry-after"]) >= 1
-        assert answer.json()["error"]["code"] == "insufficient_flow_capacity"
-    assert late.status == 429  # the configured `overload_status`
-    assert "expired_ttl" in late.text
-    await at_rest(here)
-    log = await decisions(here)
-    (expired,) = (entry.request for entry in log if entry.event == "expired")
-    assert [entry.event for entry in log if entry.request == expired] == ["queued", "expired"]
-
-
 async def test_without_a_queue_requests_beyond_the_bound_run_at_once(fleet: Any) -> None:
     config = {"request_queue_controller": {"enabled": False, "watermark_per_backend": 1}}
     here = fleet("--replicas", "2", "--endpoints", "2", "--sim-ttft", "500", "--sim-itl", "1", config=config)

@@ -276,17 +276,18 @@ SMALL = json.dumps({"model": "llama", "prompt": "x"}).encode()
 LARGE = json.dumps({"model": "llama", "prompt": "x" * 3_000_000}).encode()
 
 
+@pytest.mark.parametrize("trailers", [[], [("x-checksum", "7")]], ids=["bare", "trailers"])
 @pytest.mark.parametrize("sized", [False, True], ids=["unsized", "sized"])
 @pytest.mark.parametrize("body", [SMALL, LARGE], ids=["small", "large"])
-async def test_a_body_with_trailers_reaches_its_model_server_once(
-    behind: Behind, body: bytes, sized: bool
+async def test_a_body_in_any_framing_reaches_its_model_server_once(
+    behind: Behind, body: bytes, sized: bool, trailers: list[tuple[str, str]]
 ) -> None:
-    if behind.mode == "http":
+    if behind.mode == "http" and trailers:
         pytest.skip("in mode `http` Envoy waits for the trailers")
     before = behind.server.served
     async with upload(behind.fleet.url) as client:
         length = [("content-length", str(len(body)))] if sized else []
-        await client.send(body, length, trailers=[("x-checksum", "7")])
+        await client.send(body, length, trailers)
         assert await client.answered() == "200"
     assert behind.server.last.body == body
     assert behind.server.served == before + 1

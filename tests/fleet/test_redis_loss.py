@@ -63,28 +63,6 @@ async def three(
                 yield here, valkey, servers
 
 
-@pytest.mark.parametrize("three", ["lean"], indirect=True)
-async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without_redis(three: Three) -> None:
-    here, valkey, servers = three
-    async with loaded(here, 3):
-        await servers.until_served(10)
-    await at_rest(here)
-    valkey.kill()
-    await until_degraded(here, True)
-    servers.forget_peak()
-    async with loaded(here, CLIENTS) as load:
-        await servers.until_served(100)
-    assert servers.peak <= BOUND
-    assert statuses(load) <= {200, 503}
-    # Requests that wait when Redis returns are served from the shared queue.
-    async with loaded(here, CLIENTS):
-        await asyncio.to_thread(valkey.revive)
-        await until_degraded(here, False)
-        await servers.until_served(50)
-    assert servers.peak <= BOUND
-    await at_rest(here, within_s=LEASE_S + 5)
-
-
 async def waiting(here: Any, replica: int) -> list[int]:
     """The number of requests of each of PRIORITIES in a replica's local queue."""
     lengths = (await here.get("state", replica))["local"]["queue_length"]

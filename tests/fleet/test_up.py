@@ -1,14 +1,11 @@
 """`picker up`: a whole fleet of real processes, from the first output line to the exit."""
 
 import asyncio
-import json
 import signal
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from crowd import http_client
@@ -106,34 +103,6 @@ async def test_a_fleet_without_a_configuration_finds_its_simulators_batch_of_two
         await any_mode.eventually(limits, lambda seen: seen <= {2, 3, 4}, what="limits near two", within_s=30)
         found.set()
     assert 8 <= (await any_mode.admin("/api/v1/state")).json()["bounds"]["upper"] <= 20
-
-
-async def asked(client: httpx.AsyncClient, words: int, pieces: int, *, sized: bool) -> httpx.Response:
-    """The answer to a prompt of `words` sent in `pieces`, with a content-length if `sized`, else chunked."""
-    body = json.dumps({"model": "llama", "prompt": "word " * words, "max_tokens": 2}).encode()
-    size = -(-len(body) // pieces)
-
-    async def parts() -> AsyncIterator[bytes]:
-        for at in range(0, len(body), size):
-            yield body[at : at + size]
-            await asyncio.sleep(0.02)  # so that Envoy sends the picker each piece as its own message
-
-    headers = {"content-type": "application/json", **({"content-length": str(len(body))} if sized else {})}
-    return await client.post("/v1/completions", content=parts(), headers=headers)
-
-
-@pytest.mark.parametrize("words", [10, 20_000, 150_000])
-async def test_a_body_arrives_whole_in_every_framing(any_mode: Any, words: int) -> None:
-    # tests/fleet/test_real_clients.py sends bodies with trailers.
-    async with any_mode.client() as client:
-        answers = [
-            await asked(client, words, pieces, sized=sized)
-            for pieces, sized in ((1, True), (3, True), (1, False), (3, False))
-        ]
-    # The model server reads the same prompt each time.
-    assert [answer.status_code for answer in answers] == [200] * 4
-    (tokens,) = {answer.json()["usage"]["prompt_tokens"] for answer in answers}
-    assert tokens >= words
 
 
 async def test_the_openai_client_gets_the_same_answer_streamed_and_whole(any_mode: Any) -> None:
