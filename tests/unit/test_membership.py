@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from admission_bench import QUEUED, FickleStore, admission_over
@@ -107,6 +108,24 @@ async def test_heartbeats_go_on_while_waiting_requests_are_registered_again() ->
         await until(lambda: len(store.heartbeats) > before + 3)
         assert len(store.ages_s) == 2
         waiting.cancel()
+
+
+@pytest.mark.parametrize("slow", ["nodes_of", "tenants_version"])
+async def test_heartbeats_go_on_while_tenants_nodes_are_published_or_followed(slow: str) -> None:
+    async def never_answer(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    store = ScriptedStore()
+    for name, answer in (("nodes_of", {}), ("set_tenants", "1"), ("tenants_version", "1")):
+        setattr(store, name, AsyncMock(return_value=answer))
+    getattr(store, slow).side_effect = never_answer
+    settings = parse({"tenants": {"nodes": []}, "leases": {"heartbeat": "10ms"}})
+    async with member(store, settings):
+        called = getattr(store, slow)
+        await until(lambda: called.called)
+        before = len(store.heartbeats)
+        await until(lambda: len(store.heartbeats) > before + 3)
+        assert called.call_count == 1
 
 
 def with_change(changes: dict[str, Any], overrides: dict[str, Any]) -> ScriptedStore:

@@ -9,8 +9,9 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from picker_fleet.admission.failover import Failover
 from picker_fleet.admission.outage import OutageStatus
@@ -36,6 +37,7 @@ from picker_fleet.state.server_check import ServerCheck
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _RENEWALS = 3  # number of renewals of a lease within its duration
 _OTHERS_PUBLISH_S = 0.2  # longest time that another replica should need to publish a change
@@ -391,7 +393,7 @@ class Membership:
             await self._register_again(pulse.epoch)
         self._epoch = pulse.epoch
         with contextlib.suppress(WritesRefused):  # the nodes in force stay valid; heartbeats go on
-            await self._tenants.publish(pulse)
+            await self._beating(self._tenants.publish(pulse))
         self._joined.set()
         await self._follow_changes(pulse)
         if full or self._clock() - self._followed_s >= self._leases.heartbeat:
@@ -402,19 +404,24 @@ class Membership:
                     await self._usage.flush()
 
     async def _register_again(self, epoch: str) -> None:
-        """Register this replica's requests with the shared state. Heartbeats go on meanwhile: otherwise, if
-        many requests wait, other replicas would take this one for dead and orphan the requests, and each
-        heartbeat would begin anew."""
+        """Register this replica's requests with the shared state."""
         self._epoch, self._lost, registered = epoch, False, False
-        registering = asyncio.create_task(self._queue.register_again())
         try:
-            while not (await asyncio.wait((registering,), timeout=self._leases.heartbeat))[0]:
-                with contextlib.suppress(StateFault):  # the registration fails, too
-                    await self._call("")
-            registered = registering.result()
+            registered = await self._beating(self._queue.register_again())
         finally:
-            registering.cancel()
             self._lost = self._lost or not registered
+
+    async def _beating(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` while heartbeats go on: otherwise, if the work takes long, other replicas would take
+        this one for dead and orphan its requests, and each heartbeat would begin the work anew."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait((task,), timeout=self._leases.heartbeat))[0]:
+                with contextlib.suppress(StateFault):  # the work fails, too
+                    await self._call("")
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
         """The published endpoints. If this replica has discovered them itself, read only their marks."""
@@ -519,7 +526,7 @@ class Membership:
         self._fleet.prefills = pool.prefill_in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._fleet.prompt_lines = pool.prompt_lines
-        await self.follow_tenants()
+        await self._beating(self.follow_tenants())
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         bounds = self._fleet.config.settings.request_queue_controller
         least_most = (bounds.min_per_backend, bounds.max_per_backend) if bounds.is_adaptive else (None, None)
