@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ NODES = [
     {"path": "acme/*", "limits": [{"requests": 600, "per": "1m"}]},
     {"path": "acme/.."},
     {"path": "umbra"},
+    *({"path": f"umbra/{number}"} for number in range(60)),
 ]
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
 LEAVES = ("acme/search/k1", "acme/chat/k2", "umbra/k3")
@@ -77,3 +79,6 @@ async def test_operators_see_and_change_tenants_and_export_their_usage(fleet: An
         assert await page.page.locator("#rows-tenants button:visible").count() == 2
         shown = (await page.text("#rows-tenants")).replace("\u202f", " ")
         assert "100 000 tokens left, 120 000 per 1m" in shown
+        await page.page.click("#rows-tenants tr:last-child button")
+        await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 54")
+        assert re.search(r"umbra \(50 of 6[01] shown\)", await page.text("#rows-tenants"))

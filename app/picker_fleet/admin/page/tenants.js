@@ -32,14 +32,14 @@ const tenants = new Rows(byId("rows-tenants"), ({ tenant }) => tenant.path, () =
   });
   return {
     tr,
-    update({ tenant, depth }) {
+    update({ tenant, depth, shown }) {
       path = tenant.path;
       cells[0].style.paddingLeft = `${depth}rem`;
       setText(button, open.has(path) ? "−" : "+");
       button.setAttribute("aria-expanded", String(open.has(path)));
       button.setAttribute("aria-label", `children of ${path}`);
       button.hidden = path.endsWith("*") || DOTS.test(path);
-      setName(name, path);
+      setName(name, shown ? `${path} (${shown})` : path);
       setText(cells[1], number(tenant.weight));
       setText(cells[2], number(tenant.queued, 0));
       setText(cells[3], `${percent(tenant.share)} of ${percent(tenant.fair_share)}`);
@@ -52,8 +52,11 @@ const tenants = new Rows(byId("rows-tenants"), ({ tenant }) => tenant.path, () =
   };
 });
 
-/** The rows below a node, depth first. A node that is gone is closed. */
-async function rowsBelow(path, depth) {
+/**
+ * The rows below a node, depth first. If these rows lack some of its children, the node's own row `above` says so.
+ * A node that is gone is closed.
+ */
+async function rowsBelow(path, depth, above = {}) {
   let page;
   try {
     page = await read(path ? `tenants/${path.split("/").map(part).join("/")}` : "tenants");
@@ -63,10 +66,12 @@ async function rowsBelow(path, depth) {
     return [];
   }
   if (!path) setText(byId("count-tenants"), `${number(page.children.length, 0)} of ${number(page.total, 0)} at the top`);
+  if (page.cursor) above.shown = `${number(page.children.length, 0)} of ${number(page.total, 0)} shown`;
   const rows = [];
   for (const tenant of page.children) {
-    rows.push({ tenant, depth });
-    if (open.has(tenant.path)) rows.push(...(await rowsBelow(tenant.path, depth + 1)));
+    const own = { tenant, depth };
+    rows.push(own);
+    if (open.has(tenant.path)) rows.push(...(await rowsBelow(tenant.path, depth + 1, own)));
   }
   return rows;
 }
