@@ -37,14 +37,18 @@ _TOKEN_UNITS = {"total": "tokens", "input": "prompt_tokens", "output": "answer_t
 # LiteLLM resets budgets of these durations at midnight, on Mondays, or on the first of a month.
 _PERIODS = {"1d": "day", "24h": "day", "7d": "week", "1w": "week", "30d": "month", "1mo": "month"}
 _SETTINGS = frozenset((*_RATES, "max_budget", "budget_duration"))
-_IS_LIMIT = re.compile(r"(limits?|budgets?|blocked|max_parallel_requests|default_\w+_params)$")
+_IS_LIMIT = re.compile(
+    r"(limits?|budgets?|budget_config|end_user_budget_id|blocked|max_parallel_requests"
+    r"|(default|upperbound)_\w+_(params|settings))$"
+)
 _DEPLOYMENT_LIMITS = ("rpm", "tpm", "itpm", "otpm", "max_parallel_requests")
 # The prices of a token, in dollars, in LiteLLM's configuration.
 _PRICES = (
     ("prompt", "input_cost_per_token"), ("answer", "output_cost_per_token"),
     ("cached", "cache_read_input_token_cost"),
 )  # fmt: skip
-_CONFIG = {"model_list", "litellm_settings", "general_settings"}
+_SECTIONS = ("litellm_settings", "general_settings", "router_settings")
+_CONFIG = {"model_list", *_SECTIONS}
 
 _OF_NO_PRODUCT = "neither an EndpointPickerConfig, nor of LiteLLM or Envoy AI Gateway"
 _PER = {"Second": "1s", "Minute": "1m", "Hour": "1h", "Day": "1d"}
@@ -149,8 +153,9 @@ class _LiteLlm:
             config |= {key: answer[key] for key in _CONFIG if key in answer}
             self._teams += mappings(answer, "teams", "teams: /team/list answers objects")
             self._keys += mappings(answer, "keys", "keys: add return_full_object=true to /key/list")
-        sections = [mapping(config.get(name), name) for name in ("litellm_settings", "general_settings")]
-        self._settings = {**sections[0], **sections[1]}
+        self._settings = {
+            key: value for name in _SECTIONS for key, value in mapping(config.get(name), name).items()
+        }
         self._models = mappings(config, "model_list", "model_list")
         self._token_unit = _TOKEN_UNITS.get(str(self._settings.get("token_rate_limit_type")), "tokens")
         self._result = result
@@ -196,6 +201,8 @@ class _LiteLlm:
         own = {key: value for key, value in settings.items() if value is not None}
         given: dict[str, Any] = {key: value for key, value in table.items() if key in _SETTINGS} | own
         more = {f"metadata.{key}": value for key, value in mapping(given.get("metadata"), "metadata").items()}
+        members = mappings(given, "team_memberships", f"{kind}: team_memberships of {path}")
+        more["team_memberships.budgets"] = any(each.get("litellm_budget_table") for each in members)
         for key, value in (given | more).items():
             if value and key not in _SETTINGS and _IS_LIMIT.search(key):
                 self._left_out[f"{kind}: no counterpart has {key}"].append(path)

@@ -25,12 +25,16 @@ litellm_settings:
   max_budget: 100
   drop_params: true
   default_team_params: {max_budget: 10, budget_duration: 30d, tpm_limit: 50000, rpm_limit: 100}
+  default_team_settings: [{team_id: default-settings, max_budget: 100.0}]
+  upperbound_key_generate_params: {tpm_limit: 1000}
+router_settings: {provider_budget_config: {openai: {budget_limit: 1, time_period: 1d}}, num_retries: 2}
 general_settings: {master_key: sk-1234, max_parallel_requests: 8, token_rate_limit_type: output}
 """
 TEAMS = [
     {"team_id": "13e8", "team_alias": "search", "tpm_limit": 20, "rpm_limit": 4, "max_parallel_requests": 10,
      "max_budget": 2.5, "budget_duration": "1d", "spend": 0.1, "models": [], "metadata": {},
-     "model_rpm_limit": {"gpt-4": 100}, "team_member_rpm_limit": 3},
+     "model_rpm_limit": {"gpt-4": 100}, "team_member_rpm_limit": 3,
+     "team_memberships": [{"user_id": "u", "litellm_budget_table": {"max_budget": 1}}]},
     {"team_id": "de35", "team_alias": "QA Prod Bot", "max_budget": 1, "budget_duration": "30s",
      "rpm_limit": None},
 ]  # fmt: skip
@@ -87,7 +91,9 @@ def test_litellms_teams_and_keys_become_nodes_with_their_limits() -> None:
     prices = {"gpt-4": {"prompt": 3e-05, "answer": 6e-05}}
     assert result.tree["tenants"]["prices"] == prices
     assert_named(
-        result, "max_budget, default_team_params, max_parallel_requests: not imported", "model_list: rpm:",
+        result, "max_budget, default_team_params, default_team_settings, upperbound_key_generate_params, "
+        "max_parallel_requests, provider_budget_config: not imported", "model_list: rpm:",
+        "has team_memberships.budgets of search",
         "tenants.prices of llama", "limits of search/ci_nightly are lowered", "has model_rpm_limit of search",
         "has team_member_rpm_limit of search", "max_budget per 30s of QA Prod Bot",
         "keys: no counterpart has soft_budget of search/ci_nightly", "metadata.model_tpm_limit of search/ci",
