@@ -16,7 +16,7 @@ from local_requests import rules, start, waiting
 
 from picker_fleet.admission.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.admission.local_gate import LocalGate
-from picker_fleet.admission.peers import BudgetTransfer, OutageCount, RedisUse
+from picker_fleet.admission.peers import BudgetTransfer, EndedCharge, OutageCount, RedisUse
 from picker_fleet.domain.sections import Tls
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.state.accounting_token import Keyring
@@ -121,13 +121,14 @@ async def test_only_the_fleet_can_read_a_replicas_outage_count_and_ended_request
         return [name for name in ids if name != "s"]
 
     them, strangers = peers(), peers(keys=Keyring())
-    answers = {"count": lambda: own, "ended_before": ended_before, "ended": lambda ids: ids[:1]}
+    charges = {"r": EndedCharge(True, None), "s": EndedCharge(False, [7.0, 0.0, 2.0])}
+    answers = {"count": lambda: own, "ended_before": ended_before, "ended": lambda ids: charges}
     async with replica(gives, **answers) as address:
         assert await them.count(address) == own
         assert await them.ended_before(address, ["r", "s"]) == ["r"]
         assert await strangers.count(address) is None
         assert await strangers.ended_before(address, ["r"]) is None
-        assert await them.ended(address, ["r", "s"]) == ["r"]
+        assert await them.ended(address, ["r", "s", "t"]) == charges
         assert await strangers.ended(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many

@@ -1,7 +1,7 @@
 """Admission with failover: losing Redis, admitting locally, and resyncing."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -19,7 +19,7 @@ from picker_fleet.admission.admission import Admission
 from picker_fleet.admission.failover import FailoverState
 from picker_fleet.admission.ledger import Phase
 from picker_fleet.admission.outage import unseen_s
-from picker_fleet.admission.peers import OutageCount, RedisUse
+from picker_fleet.admission.peers import EndedCharge, OutageCount, RedisUse
 from picker_fleet.domain.bands import Band
 from picker_fleet.domain.errors import (
     ExpiredTtl,
@@ -145,6 +145,26 @@ async def test_a_tenants_request_starts_when_another_replica_gets_the_end_of_one
     late.cancel()
 
 
+async def test_an_end_that_another_replica_gets_corrects_the_charge_of_a_tenant() -> None:
+    acme = {"path": "acme", "over_limit": "reject", "limits": [{"tokens": 1000, "per": "1d"}]}
+    config, peers = {"tenants": {"nodes": [acme]}}, DirectPeers()
+    a, b = Bench(config=config, peer_client=peers), Bench(config=config, replica="b")
+    for bench in (a, b):
+        bench.gate.failover.redis_lost("refused", "away")
+    peers.gate = b.gate
+    sizes = {"prompt_tokens": 10.0, "answer_tokens": 240.0}
+    for name, end in {
+        "short": {"prompt_tokens": 10, "completion_tokens": 40},
+        "failed": {"outcome": Outcome.UPSTREAM_FAILED, "prompt_tokens": None, "completion_tokens": None},
+    }.items():
+        b.end(name, await a.place(name, flow="acme/x", **sizes), **end)
+        a.gate.failover.outage.gate.release(1.0)  # a place for the next request
+        await until(lambda: not a.gate.failover.outage.gate.charged())
+    # The share of one of two replicas is 500 tokens, of which 50 are used and the next request takes 250.
+    placed = await a.place("next", flow="acme/x", **sizes)
+    assert placed.quota.split(",")[1] == "400"
+
+
 async def test_without_redis_a_tenant_is_charged_for_answers_without_usage_as_with_redis() -> None:
     acme = {"path": "acme", "over_limit": "reject", "limits": [{"tokens": 1000, "per": "1d"}]}
     bench = Bench(config={"tenants": {"nodes": [acme]}})
@@ -224,7 +244,7 @@ class DirectPeers(NoPeers):
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
         return self.gate.failover.ended_before(ids) if self.gate is not None else None
 
-    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+    async def ended(self, address: str, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
         return self.gate.failover.ended(ids) if self.gate is not None else None
 
 

@@ -7,7 +7,8 @@ response was late gets the same response. Amounts are in the stock's unit.
     Ask least, most {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica has none
     Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} outside one
-    EndedSince  ids     {"ended"}: the `ids` whose end the replica received in its outage; {} outside one
+    EndedSince  ids     {"ended"}: id -> `EndedCharge` of the `ids` whose end the replica received in its
+                        outage; {} outside one
     UsesRedis           {"uses", "local_s"} of `RedisUse`; {} if the request is not signed
 
 A request also names its pool in gRPC metadata (`budgets.POOL_HEADER`), to reach the handlers of that pool.
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import orjson
 
-from picker_fleet.admission.peers import TRANSFER_WAIT_S, OutageCount, RedisUse
+from picker_fleet.admission.peers import TRANSFER_WAIT_S, EndedCharge, OutageCount, RedisUse
 from picker_fleet.domain.budgets import POOL_HEADER
 from picker_fleet.grpc.certificates import Certificates
 from picker_fleet.grpc.client import LONGEST_QUESTION, call
@@ -74,7 +75,7 @@ def handlers(
     *,
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
-    ended: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
+    ended: Callable[[Collection[str]], Mapping[str, EndedCharge] | None] = lambda ids: None,
     redis_use: Callable[[], RedisUse] = lambda: RedisUse(False, 0.0),
 ) -> Mapping[str, Handler]:
     """The gRPC handlers of the budget service, by path. The callback `transfer(least, most)` gives away
@@ -118,7 +119,7 @@ def handlers(
         own = count() if checked(_COUNT, await stream.read() or b"") is not None else None
         return orjson.dumps(asdict(own) if own is not None else {})
 
-    def answer_ended(method: str, find: Callable[[Collection[str]], list[str] | None]) -> Handler:
+    def answer_ended(method: str, find: Callable[[Collection[str]], object]) -> Handler:
         async def answer(stream: Stream) -> bytes:
             fields = checked(method, await stream.read() or b"")
             found = find(fields["ids"]) if fields is not None else None
@@ -179,19 +180,29 @@ class GrpcPeers:
         return None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        return await self._ended(_ENDED, address, ids)
+        parts = await self._ended(_ENDED, address, ids, list)
+        return None if parts is None else [request_id for part in parts for request_id in part]
 
-    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        return await self._ended(_ENDED_SINCE, address, ids)
+    async def ended(self, address: str, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
+        parts = await self._ended(_ENDED_SINCE, address, ids, dict)
+        try:
+            return (
+                None
+                if parts is None
+                else {i: EndedCharge(**row) for part in parts for i, row in part.items()}
+            )
+        except TypeError:
+            return None
 
-    async def _ended(self, method: str, address: str, ids: Collection[str]) -> Collection[str] | None:
-        ended: list[str] = []
+    async def _ended(self, method: str, address: str, ids: Collection[str], kind: type) -> list[Any] | None:
+        """The parts of the response about `ids`, each of the type `kind`."""
+        parts = []
         for some in _in_parts(ids, _IDS_BYTES):
             answer = await self._call(method, address, {"ids": some})
-            if not answer or not isinstance(answer.get("ended"), list):
+            if not answer or not isinstance(answer.get("ended"), kind):
                 return None
-            ended += answer["ended"]
-        return ended
+            parts.append(answer["ended"])
+        return parts
 
     async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
         """The response to a request that changes nothing; None if no response arrives."""

@@ -21,6 +21,7 @@ from picker_fleet.admission.outage import Outage, OutageStatus, Resync, unseen_s
 from picker_fleet.admission.peers import (
     TRANSFER_WAIT_S,
     BudgetTransfer,
+    EndedCharge,
     OutageCount,
     PeerClient,
     Peers,
@@ -28,7 +29,7 @@ from picker_fleet.admission.peers import (
     RedisUse,
     lost_budget,
 )
-from picker_fleet.admission.quotas import Granted, Quotas, ToldQuotas
+from picker_fleet.admission.quotas import Granted, Quotas, ToldQuotas, Usage
 from picker_fleet.admission.reports import Reports
 from picker_fleet.admission.shared_queue import SharedQueue
 from picker_fleet.admission.tombstones import Tombstones
@@ -237,8 +238,8 @@ class Failover:
             return None
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
-    def ended(self, ids: Collection[str]) -> list[str] | None:
-        """The subset of `ids` whose ends this replica received in the outage; None without an outage."""
+    def ended(self, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
+        """How those of `ids` ended whose ends this replica received in the outage; None without an outage."""
         return self.outage.ended(ids) if self.outage is not None else None
 
     # The store and the heartbeat call the following methods.
@@ -462,8 +463,9 @@ class Failover:
             ids = outage.gate.charged()
             peers = self._peers.addresses() if ids else []
             for ended in await asyncio.gather(*(self._peer_client.ended(peer, ids) for peer in peers)):
-                for request_id in ended or ():
-                    outage.gate.end_charge(request_id, unserved=False)
+                for request_id, how in (ended or {}).items():
+                    usage = Usage(*how.usage) if how.usage else None
+                    outage.gate.end_charge(request_id, unserved=how.unserved, usage=usage)
             outage.gate.release(0.0)  # dispatches requests that waited for these ends
 
     async def _ask_peers(self, outage: Outage) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from picker_fleet.admission.ledger import Entry, Ledger, Phase, released_by_end
 from picker_fleet.admission.local_gate import LocalGate, LocalPicker
+from picker_fleet.admission.peers import EndedCharge
 from picker_fleet.admission.quotas import Usage
 from picker_fleet.admission.reports import usage_of
 from picker_fleet.domain.errors import ScriptFailed
@@ -108,10 +109,14 @@ class Outage:
             queue_length=self.gate.lengths(),
         )
 
-    def ended(self, ids: Collection[str]) -> list[str]:
-        """The subset of `ids` whose ends this replica received in this outage."""
-        entries = filter(None, map(self.ledger.get, ids))
-        return [each.id for each in entries if each.phase is Phase.ENDED and each.journaled]
+    def ended(self, ids: Collection[str]) -> dict[str, EndedCharge]:
+        """How those of `ids` ended whose ends this replica received in this outage."""
+        entries = [each for each in map(self.ledger.get, ids) if each is not None and each.journaled]
+        return {
+            each.id: EndedCharge(each.end.outcome is Outcome.UPSTREAM_FAILED, usage_of(each.end))
+            for each in entries
+            if each.phase is Phase.ENDED and each.end is not None
+        }
 
     def has_another(self, request: InferenceRequest) -> bool:
         """Whether this replica knows another running request with the id of `request`. A request that ran

@@ -8,7 +8,7 @@ peer that dies stays unused until Redis is back; two replicas never use the same
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -39,6 +39,15 @@ class RedisUse(NamedTuple):
     local_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class EndedCharge:
+    """How a request ended that another replica charged to tenants' limits. `unserved`: no model server
+    answered it. `usage`: its tokens of prompt, cached prompt and answer; None if unknown."""
+
+    unserved: bool
+    usage: Sequence[float] | None
+
+
 class PeerClient(Protocol):
     """Calls to other replicas (admission/budget_transfer.py)."""
 
@@ -50,8 +59,8 @@ class PeerClient(Protocol):
         """The subset of `ids` whose ends the replica received before its outage; None without an answer."""
         ...
 
-    async def ended(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """The subset of `ids` whose ends the replica received in its outage; None without an answer."""
+    async def ended(self, address: str, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
+        """How those of `ids` ended whose ends the replica received in its outage; None without an answer."""
         ...
 
     async def redis_use(self, address: str) -> RedisUse | None:
