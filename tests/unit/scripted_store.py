@@ -34,6 +34,8 @@ class ScriptedStore:
     publication.
     """
 
+    replica = "r"
+
     def __init__(self) -> None:
         self.connection_epoch = 1
         self.found: dict[str, FoundLimit] = {}

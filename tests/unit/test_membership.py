@@ -21,6 +21,7 @@ from picker_fleet.domain.config import EffectiveConfig, Settings, parse
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.fleet.info import EnvoyLimits
+from picker_fleet.state.replies import HeartbeatReply
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -55,6 +56,32 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
     async with running(one.membership.run()):
         await until(lambda: one.membership.pulse is not None and one.membership.pulse.epoch != "0")
         yield one
+
+
+@pytest.mark.parametrize(
+    ("others", "publishes"),
+    [
+        ({"a": {}}, False),  # the leader publishes
+        ({"a": {"no_list": True}}, True),
+        ({"a": {"no_list": True}, "b": {"no_list": True}}, True),
+        ({"a": {"no_list": True}, "b": {}}, False),  # the least replica with a list publishes
+    ],
+)
+async def test_a_replica_publishes_endpoints_for_a_leader_to_which_discovery_has_told_no_list(
+    others: dict[str, dict[str, object]], publishes: bool
+) -> None:
+    store = Follower()
+    store.epoch, store.pool = "1", replace(POOL, about={**others, store.replica: {}})
+    async with member(store) as one:
+        await one.follows(lambda: len(store.heartbeats) > 5)
+        assert bool(store.published) == publishes
+
+
+class Follower(ScriptedStore):
+    """A store to which another replica is the leader."""
+
+    async def heartbeat(self, *about: Any) -> HeartbeatReply:
+        return replace(await super().heartbeat(*about), leader=False)
 
 
 async def test_a_live_change_that_makes_the_limits_static_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,6 +50,7 @@ _ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledge
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
+_NO_LIST = "no_list"  # in the replica info while discovery has reported no list of endpoints
 _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a report
 
 
@@ -362,10 +363,11 @@ class Membership:
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
         self.refusal = self._fault = ""
-        if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == UNKNOWN):
+        publishes = await self._publishes(pulse)
+        if self._publisher.awaits_envoys and (publishes or pulse.epoch == UNKNOWN):
             versions = acknowledged((await self._read()).pool)
             self._publisher.acknowledged(self._endpoints.current, versions)
-        if self._publisher.is_due(pulse):
+        if self._publisher.is_due(pulse, publishes=publishes):
             with contextlib.suppress(WritesRefused):  # the last publication stays valid; heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
                 if rebuilt is not None and self._epoch:
@@ -402,6 +404,16 @@ class Membership:
                 await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None, self._epoch)
                 with contextlib.suppress(WritesRefused):  # the counts stay; heartbeats go on
                     await self._usage.flush()
+
+    async def _publishes(self, pulse: HeartbeatReply) -> bool:
+        """Whether this replica publishes endpoints for the fleet (publisher.py)."""
+        about = self._state.pool.about if self._state is not None else {}
+        if about and _NO_LIST in about[min(about)]:
+            about = (await self._read()).pool.about  # the leader may have got a list meanwhile
+        if not about or _NO_LIST not in about[min(about)]:
+            return pulse.leader
+        listing = [replica for replica, info in about.items() if _NO_LIST not in info]
+        return min(listing, default="") == self._store.replica
 
     async def _register_again(self, epoch: str) -> None:
         """Register this replica's requests with the shared state."""
@@ -457,6 +469,8 @@ class Membership:
         about |= self._failover.heartbeat_fields()
         if (version := self._endpoints.acknowledged) is not None:
             about["eds"] = version
+        if not self.has_list:
+            about[_NO_LIST] = True
         parts = [about] if served is None else [about, {"served": served}]
         return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 

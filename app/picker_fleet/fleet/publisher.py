@@ -28,8 +28,9 @@ UNKNOWN = "0"  # the epoch of a pool that no replica has published
 class Publisher:
     """Publishes the settings and endpoints of this replica's configuration.
 
-    The leader, the replica with the least id, publishes; while the pool is unknown (start, FLUSHALL) any
-    replica does. An endpoint added later is published as draining until Envoys know the endpoint.
+    The leader, the replica with the least id, publishes, or while discovery has not told the leader a list,
+    the least replica that has one. While the pool is unknown (start, FLUSHALL) any replica publishes. An
+    endpoint added later is published as draining until Envoys know the endpoint.
     """
 
     def __init__(self, store: Store, settings: Settings) -> None:
@@ -127,12 +128,13 @@ class Publisher:
         published = f"{endpoint.address} {describe(endpoint)}"
         return hashlib.blake2b(published.encode(), digest_size=16).digest()
 
-    def is_due(self, pulse: HeartbeatReply) -> bool:
+    def is_due(self, pulse: HeartbeatReply, *, publishes: bool) -> bool:
+        """Whether to publish; `publishes` says that this replica publishes for the fleet."""
         if self._discovered is None:
             return False
         published = pulse.config_version, unmarked(pulse.endpoints_version)
         differs = published != (self._config_version, self._discovered_version)
-        return pulse.epoch == UNKNOWN or (pulse.leader and differs)
+        return pulse.epoch == UNKNOWN or (publishes and differs)
 
     def discovered_last(self, version: str) -> bool:
         """Whether `version`, without the part for marks, is the version of the endpoints discovered last."""

@@ -143,7 +143,7 @@ class Store:
         self._clock = asyncio.get_running_loop().time
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), own clock (s)
         self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
-        self._replica = replica
+        self.replica = replica
         self.on_event: Callable[[Event], object] = lambda event: None
         self._metrics = metrics
         self._wake: asyncio.TimerHandle | None = None
@@ -321,7 +321,7 @@ class Store:
 
     async def notifications(self) -> list[Notification]:
         """Read this replica's inbox without removing notifications; a Placed notification becomes GRANTED."""
-        flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
+        flat = await self._client.command("HGETALL", self.keys.inbox(self.replica))
         pairs = zip(flat[::2], flat[1::2], strict=True)
         lines = (f"{'granted' if what.startswith('placed') else what} {id}" for id, what in pairs)
         found = (parse_notification(*line.partition(" ")[::2]) for line in lines)
@@ -343,7 +343,7 @@ class Store:
 
     async def leave(self) -> None:
         """Remove this replica from the live replicas; the sweep orphans its queued requests."""
-        await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
+        await self._client.command("ZADD", self.keys.replicas, "XX", 0, self.replica)
 
     async def publish(
         self,
@@ -433,7 +433,7 @@ class Store:
         """Add a batch of usage, by (leaf, model), to an hour; a repeated batch counts once. `former`: the
         hour of the batch before; 0 for the first batch."""
         texts = [text for names, usage in rows.items() for text in (*names, *map(repr, usage))]
-        await self._client.call("count_usage", self._replica, batch, hour, int(leaves), former, *texts)
+        await self._client.call("count_usage", self.replica, batch, hour, int(leaves), former, *texts)
 
     async def tenant_settings(self, path: str) -> tuple[str, str]:
         """The JSON of a node's settings in the configuration, and of an operator's change; '' for none."""
@@ -527,7 +527,7 @@ class Store:
 
     async def _call(self, script: str, *args: str | int | float) -> Sequence[Any]:
         """Run `script` alone. Returns the reply without the head, which every reply has."""
-        reply = await self._client.call(script, self._replica, *args)
+        reply = await self._client.call(script, self.replica, *args)
         self._take_head(reply)
         return reply[HEAD:]  # type: ignore[no-any-return]
 
@@ -559,7 +559,7 @@ class Store:
             if not call.cancelled() and call.exception() is None:  # if it failed, the next dispatches
                 self._take_head(call.result())
 
-        self._client.call("cancel", self._replica).add_done_callback(finish)
+        self._client.call("cancel", self.replica).add_done_callback(finish)
 
 
 def _milliseconds(seconds: float) -> int:
