@@ -302,7 +302,10 @@ class Reflector(Generic[Kind]):
                     self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
                     continue
                 if self._collection.optional and fault.code == httpx2.codes.NOT_FOUND:
-                    self.items, expired, self._version = {}, True, ""
+                    expired, self._version = True, ""
+                    if self.items:
+                        self.items = {}
+                        self._on_change()
                     await asyncio.sleep(self._draw(_UNSERVED_S / 2, _UNSERVED_S))
                     continue
                 self._log_fault(fault)

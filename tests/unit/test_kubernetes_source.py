@@ -166,6 +166,22 @@ async def test_a_refused_api_call_is_logged_with_its_reason_and_retried(
         await listed.becomes(ready="10.0.0.1:8000")
 
 
+async def test_the_objects_of_an_optional_kind_that_the_server_no_longer_serves_are_forgotten(
+    server: ApiServer,
+) -> None:
+    changed = asyncio.Event()
+    server.put(PODS, pod("a", "10.0.0.1"))
+    async with server.api() as api, asyncio.timeout(20):
+        reflector = Reflector(api, Collection("pods", PODS, optional=True), Pod, changed.set)
+        async with running(reflector.run()):
+            for names in ({"a"}, set()):
+                await changed.wait()
+                changed.clear()
+                assert set(reflector.items) == names
+                server.refuse = (404, "no such kind")
+                await server.cut()
+
+
 async def test_each_refused_collection_has_a_log_line_although_all_are_refused_at_once(
     server: ApiServer, log: Lines
 ) -> None:
