@@ -147,7 +147,8 @@ def _ms(headers: Mapping[str, bytes], name: str) -> float:
     if not text:
         return 0.0
     if not _MS.fullmatch(text) or not float(text):
-        raise BadRequest(f"header {name}: {text[:40]!r} is no number of milliseconds above 0: write 12.5")
+        wanted = "number of milliseconds above 0 and below 10^9: write 12.5"
+        raise BadRequest(f"header {name}: {text[:40]!r} is no {wanted}")
     return float(text) / 1000
 
 
