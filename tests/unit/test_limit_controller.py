@@ -172,8 +172,25 @@ def test_a_request_refused_by_an_engine_lowers_its_limit() -> None:
     controller = LimitController(least=1, most=100, initial=20)
     for refusals in (0, 3):
         controller.look(float(refusals), {A: Observation(16, None, refusals)}, waiting=True)
-    assert controller.limits() == {A: 14}
+    assert controller.limits() == {A: 16}
     assert controller.endpoints[A].reason == "engine refused requests at 16 in flight"
+    for refusals in (4, 5):
+        controller.look(float(refusals), {A: Observation(16, None, refusals)}, waiting=True)
+    assert controller.limits() == {A: 14}
+
+
+def test_endpoints_without_pages_grow_by_one_request_after_they_have_refused_requests() -> None:
+    controller = LimitController(least=1, most=100, initial=8)
+    refusals, limits = dict.fromkeys((A, B), 0), []
+    for now_s in range(180):
+        count = {address: controller.limits().get(address, 8) for address in refusals}
+        for address in refusals:
+            refusals[address] += max(count[address] - 6, 0)
+        seen = {address: Observation(min(count[address], 6), None, refusals[address]) for address in refusals}
+        controller.look(float(now_s), seen, waiting=True, completed=6 * now_s)
+        limits.append(count[A])
+    assert set(limits[60:]) == {6, 7}
+    assert limits[60:].count(7) <= 5
 
 
 def test_an_engine_that_refused_all_requests_for_a_while_runs_as_many_again_soon() -> None:

@@ -13,7 +13,8 @@ has to find the number at which an engine's batch is full and no request waits b
   cache that nears its end only ends the doubling: once it is full, the engine queues or preempts.
 - A limit at which a configured latency objective would be missed falls, and no limit grows that far.
 - Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
-  the pool then completes more requests a second; at times down, and back unless the rate holds.
+  the pool then completes more requests a second; at times down, and back unless the rate holds. After an
+  endpoint has refused requests, its limit grows by small steps until the endpoint refuses again.
 
 Limits count requests, or the tokens that the fleet has charged for requests in flight. In tokens, the page's
 fraction of running requests gives the number of running tokens. A load below the limit moves no limit.
@@ -127,6 +128,7 @@ class EndpointLimit:
     preemptions: float | None = None
     started_s: float = 0.0
     refusals: int | None = None
+    refused: bool = False  # whether the engine has refused requests since the last change
     on_way: float = 0.0  # most requests in flight, but not on a page, on recent pages
     pages: list[_Figures] = field(default_factory=list)  # since the last change, at most _KEPT
 
@@ -221,12 +223,16 @@ class LimitController:
         refused = known.refusals is not None and seen.refusals > known.refusals
         known.refusals = seen.refusals
         if refused and seen.requests > 0:  # an engine that refuses all requests shows no limit
-            limit = max(math.floor(seen.in_flight * _CUT), math.ceil(known.limit * _DEEPEST_CUT))
-            self._fall(known, min(limit, known.limit), f"engine refused requests at {seen.load}", now_s)
+            # The first refusals after a change may be of requests from before the change.
+            most = math.floor(known.limit * _CUT) if known.refused else known.limit
+            limit = max(min(seen.in_flight, most), math.ceil(known.limit * _DEEPEST_CUT))
+            known.refused = True
+            self._fall(known, limit, f"engine refused requests at {seen.load}", now_s)
         if why := self._misses(address, known.limit):
             self._fall(known, math.floor(known.limit * _CUT), why, now_s)
         page = seen.page
         if page is None:
+            self._grow_until_refused(address, seen, now_s, waiting=waiting)
             return
         if page.read_s <= known.page_s:
             return
@@ -275,11 +281,25 @@ class LimitController:
             else:
                 self._move(known, self._bounded(known.limit + step), why, now_s)
 
+    def _grow_until_refused(self, address: str, seen: Observation, now_s: float, *, waiting: bool) -> None:
+        """Raise the limit of an endpoint without a page that has refused requests: no trial raises it."""
+        known, trial = self.endpoints[address], self._trial
+        may_grow = waiting and now_s >= max(known.resumes_s, known.changed_s + _SETTLED_S)
+        if not (known.full_at and may_grow and _is_reached(known, seen)) or (
+            trial and address in trial.former
+        ):
+            return
+        step = max(math.ceil(seen.mean_request), known.limit // 16)
+        if not self._misses(address, known.limit + step):
+            why = f"requests wait, and the engine refused none of {seen.load}"
+            self._move(known, self._bounded(known.limit + step), why, now_s)
+
     def _fall(self, known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
         """Lower a limit, or keep it where the engine is just full; growth pauses in both cases."""
         limit = self._bounded(limit)
-        is_known = abs(limit - known.full_at) <= max(1, known.full_at * _SAME)
-        known.pause_s = min(known.pause_s * 2, _LONGEST_PAUSE_S) if is_known else _FIRST_PAUSE_S
+        if now_s >= known.resumes_s:
+            is_known = abs(limit - known.full_at) <= max(1, known.full_at * _SAME)
+            known.pause_s = min(known.pause_s * 2, _LONGEST_PAUSE_S) if is_known else _FIRST_PAUSE_S
         known.grows_fast, known.full_at, known.queued_pages = False, limit, 0
         known.resumes_s = now_s + known.pause_s
         if limit < known.limit:
@@ -289,7 +309,7 @@ class LimitController:
     def _move(known: EndpointLimit, limit: int, why: str, now_s: float) -> None:
         if limit != known.limit:
             known.limit, known.reason, known.changed_s = limit, why, now_s
-            known.pages, known.queued_pages = [], 0
+            known.pages, known.queued_pages, known.refused = [], 0, False
 
     def _try(
         self,
@@ -328,7 +348,8 @@ class LimitController:
         former = {
             address: limit
             for address in at_limit
-            if not self._misses(address, math.ceil((limit := known[address].limit) * factor))
+            if not (factor > 1 and known[address].full_at)
+            and not self._misses(address, math.ceil((limit := known[address].limit) * factor))
         }
         for address, limit in former.items():
             least = limit + math.ceil(unseen[address].mean_request)
