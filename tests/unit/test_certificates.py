@@ -268,3 +268,38 @@ def test_unfinished_tls_handshakes_are_limited_and_lock_out_no_client(
         listening.close()
 
     run(play())
+
+
+def test_a_tls_handshake_that_is_aborted_leaves_no_connection(
+    server: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="x").do_handshake()
+    hello, made = outgoing.read(), [0]
+
+    def make() -> Echo:
+        made[0] += 1
+        return Echo()
+
+    async def play() -> None:
+        listening = await tls_port.serve(make, "127.0.0.1:0", certificates(server))
+        port = listening.sockets[0].getsockname()[1]
+        flood = []
+        async with asyncio.timeout(PATIENT_S):
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(hello)
+                assert await reader.read(1)  # the server waits for the client's part
+                flood.append((reader, writer))
+            for reader, _ in flood[:12]:
+                with contextlib.suppress(ConnectionError):
+                    while await reader.read(1 << 16):
+                        pass
+        for _, writer in flood:
+            writer.transport.abort()
+        listening.close()
+
+    uvloop.run(play())
+    assert made == [0]

@@ -233,7 +233,7 @@ class _Handshake(asyncio.Protocol):
             transport = None
         finally:
             self._others.pop(self, None)
-        if transport is None:  # the handshake failed
+        if transport is None or transport.is_closing():  # the handshake failed, or was aborted at its end
             self._transport.abort()
             return
         protocol = self._protocol()
