@@ -601,6 +601,14 @@ def _handshake(number: int) -> bytes:
     return (b"", _hello()[:100], _hello(), endless)[number % 4]
 
 
+async def _leave_handshake(target: Target, number: int) -> str:
+    """Begin a TLS handshake, and disconnect 20 ms later."""
+    async with _connected(target, "tls") as (_, writer):
+        writer.write(_hello())
+        await asyncio.sleep(0.02)
+    return "left"
+
+
 def _forged(number: int) -> bytes:
     """Access-log entries with forged tokens that try to end, renew and restore non-existent requests."""
     dice = random.Random(number)
@@ -774,6 +782,7 @@ ATTACKS = (
         at_once=500,
         needs="tls",
     ),
+    Attack("TLS handshakes that are begun and left", _leave_handshake, 0.05, at_once=50, needs="tls"),
     Attack("names with separators", partial(_answered, _name), 0.2),
     Attack("spoofed steering headers", partial(_answered, _steer), 0.2),
     Attack("paths that are not inference, guessed keys", partial(_answered, _path), 0.1),

@@ -270,10 +270,35 @@ def test_unfinished_tls_handshakes_are_limited_and_lock_out_no_client(
     run(play())
 
 
+async def test_a_flood_of_tls_handshakes_keeps_no_other_address_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
+    listening = await tls_port.serve(Echo, "127.0.0.1:0", certificates(None))
+    port = listening.sockets[0].getsockname()[1]
+    other, kept = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+    flood = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    async with asyncio.timeout(PATIENT_S):
+        for reader, _ in flood[:12]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+    assert not other.at_eof()
+    for _, each in [*flood, (other, kept)]:
+        each.transport.abort()
+    listening.close()
+
+
+async def test_tls_handshakes_of_a_flood_start_slowly_and_those_of_other_addresses_at_once() -> None:
+    handshakes = tls_port._Handshakes()
+    flood = [handshakes.turn("127.0.0.2") for _ in range(100)]
+    async with asyncio.timeout(PATIENT_S):
+        await handshakes.turn("127.0.0.1")
+    assert sum(turn.done() for turn in flood) <= tls_port._STARTS_AT_ONCE + 5
+
+
 def test_a_tls_handshake_that_is_aborted_leaves_no_connection(
     server: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
+    monkeypatch.setattr(tls_port, "_STARTS_PER_S", 10_000.0)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="x").do_handshake()

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from _ssl import _test_decode_cert  # type: ignore[attr-defined]
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +31,7 @@ RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
 SHUTDOWN_S: Final = 5.0
 _HANDSHAKES = 256  # maximum concurrent TLS handshakes on a port
+_STARTS_PER_S, _STARTS_AT_ONCE = 100.0, 8  # how many TLS handshakes of a port start in a second, and at once
 MAX_TLS_CONNECTIONS: Final = 1024  # maximum TLS connections on a port; each may take 256 KiB of memory
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
@@ -181,38 +182,90 @@ async def serve(
 
 
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
-    """Limits the concurrent TLS handshakes of a port. Call the result for each new connection, with a factory
-    of the protocol that takes over the connection after its handshake."""
-    under_way = OrderedDict[_Handshake, None]()
-    return lambda protocol: _Handshake(protocol, certificates, under_way)
+    """Limits the TLS handshakes of a port. Call the result for each new connection, with a factory of the
+    protocol that takes over the connection after its handshake."""
+    port = _Handshakes()
+    return lambda protocol: _Handshake(protocol, certificates, port)
+
+
+class _Handshakes:
+    """The TLS handshakes of a port, which take memory and about 1 ms of CPU before a client is authenticated.
+
+    Of more than `_HANDSHAKES` handshakes, the oldest one of the address that has most is aborted. At most
+    `_STARTS_PER_S` start in a second, the addresses in turn: a flood from one address keeps no other out.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: OrderedDict[_Handshake, None] = OrderedDict()
+        self._at_address: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._next_s = 0.0  # the time at which the next handshake may start
+        self._timer: asyncio.TimerHandle | None = None
+
+    def opened(self, handshake: "_Handshake") -> None:
+        self._under_way[handshake] = None
+        self._at_address[handshake.address] += 1
+        if len(self._under_way) > _HANDSHAKES:
+            most = max(self._at_address, key=self._at_address.__getitem__)
+            oldest = next(each for each in self._under_way if each.address == most)
+            self.closed(oldest)
+            oldest.abort()
+
+    def closed(self, handshake: "_Handshake") -> None:
+        if handshake in self._under_way:
+            del self._under_way[handshake]
+            self._at_address -= Counter((handshake.address,))  # also removes an address without handshakes
+
+    def turn(self, address: str) -> asyncio.Future[None]:
+        """A future that gets its result when a handshake with `address` may start. The caller may set the
+        result earlier, if it will not start."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(address, deque()).append(turn)
+        if self._timer is None:
+            self._start()
+        return turn
+
+    def _start(self) -> None:
+        self._timer, loop = None, asyncio.get_running_loop()
+        now_s = loop.time()
+        self._next_s = max(self._next_s, now_s - _STARTS_AT_ONCE / _STARTS_PER_S)
+        while self._waiting and self._next_s <= now_s:
+            address, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[address] = turns
+            if not turn.done():
+                turn.set_result(None)
+                self._next_s += 1 / _STARTS_PER_S
+        if self._waiting:
+            self._timer = loop.call_later(self._next_s - now_s, self._start)
 
 
 class _Handshake(asyncio.Protocol):
     """Handles a new connection until its TLS handshake ends; then the protocol made by `protocol` takes over.
-
-    A handshake takes memory before the client is authenticated. If a port has more than `_HANDSHAKES`
-    handshakes (`others`), its oldest handshake is aborted.
-    """
+    `port` has the port's other handshakes."""
 
     def __init__(
-        self,
-        protocol: Callable[[], asyncio.Protocol],
-        certificates: Certificates,
-        others: "OrderedDict[_Handshake, None]",
+        self, protocol: Callable[[], asyncio.Protocol], certificates: Certificates, port: _Handshakes
     ) -> None:
-        self._protocol, self._certificates, self._others = protocol, certificates, others
+        self._protocol, self._certificates, self._port = protocol, certificates, port
         self._early = bytearray()  # before TLS reads: raw bytes; afterwards: decrypted bytes for `protocol`
         self._came = asyncio.Event()
+        self._turn: asyncio.Future[None] | None = None
         self._lost = False
+        self.address = ""  # the client's, '' if unknown
         self._transport: Any = None
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._others[self] = None
-        if len(self._others) > _HANDSHAKES:
-            self._others.popitem(last=False)[0]._transport.abort()
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self._port.opened(self)
         self._task = asyncio.get_running_loop().create_task(self._agree())
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._early += data
@@ -223,16 +276,21 @@ class _Handshake(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._came.set()
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
 
     async def _agree(self) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await self._came.wait()
+                if not self._lost:
+                    self._turn = self._port.turn(self.address)
+                    await self._turn
                 transport = None if self._lost else await self._start_tls()
         except (OSError, ssl.SSLError):
             transport = None
         finally:
-            self._others.pop(self, None)
+            self._port.closed(self)
         if transport is None or transport.is_closing():  # the handshake failed, or was aborted at its end
             self._transport.abort()
             return
