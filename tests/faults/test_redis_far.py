@@ -9,6 +9,7 @@ from redis_servers import Server
 from script_fleet import Fleet, until
 
 from picker_fleet.state.replies import name_of
+from picker_fleet.state.scripts import load_library
 
 
 def _forgotten(server: Server) -> int:
@@ -48,17 +49,19 @@ async def test_a_cancel_takes_effect_after_an_admission_that_was_sent_twice(
 ) -> None:
     (a,) = patient.replicas
     redis7.ask("CONFIG", "RESETSTAT")
-    # Redis loses the function library after the first message and before the second.
+    # Redis lacks the function library for the second message only.
     between.hold(True)
     first = asyncio.ensure_future(a.admit("first"))
     await until(lambda: _logged(patient, 1))
     await patient.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
     await until(lambda: _forgotten(redis7) == 1)
-    # The replica has sent the admission of the request `second`; now cancel this request.
+    await patient.redis.function_load(load_library().source)
+    # The replica has sent the admission of the request `second`, and then sends the cancel of this request.
     between.pass_one()
     await first
     end = a.store.cancel("second", 1, "cancelled")
+    await until(lambda: len(a.store._client._in_flight) == 2)
     between.hold(False)
     await asyncio.gather(second, end)
     # The replica repeats the failed admission, and the cancel still takes effect after the admission.

@@ -38,29 +38,6 @@ async def test_an_admission_before_the_first_publish_is_answered_unknown_pool(fl
         assert not (await a.sweep()).ran
 
 
-async def test_the_queue_can_be_disabled_and_enabled_while_requests_wait(fleet: OpenFleet) -> None:
-    # The stock is full, and more requests wait than one call dispatches.
-    async with fleet("a", upper_per=1) as (it, a):
-        for i in range(60):
-            await a.admit(f"r{i}")
-        assert await it.counts() == (1, 59, [1])
-        # Once the queue is disabled, each script call starts a part of the waiting requests.
-        await a.store.set_live_config({"queue_enabled": 0}, {})
-        while (await it.counts())[1]:
-            await a.beat()
-        for i in range(1, 60):
-            assert name_of(await a.place(f"r{i}")) == "placed"
-        assert name_of(await a.admit("straight")) == "placed"
-        assert await it.counts() == (1, 0, [61])
-        # Once the queue is enabled again, the stock omits requests that started while it was disabled.
-        await a.store.set_live_config({"queue_enabled": None}, {})
-        assert name_of(await a.admit("waits")) == "queued"
-        await a.settle(*(f"r{i}" for i in range(60)), "straight")
-        assert name_of(await a.place("waits")) == "placed"
-        await a.settle("waits")
-        assert await it.at_rest()
-
-
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
     # Three requests that first arrived within 1 ms are admitted again, the oldest last. The ids of the two
     # requests of equal age sort in reverse.

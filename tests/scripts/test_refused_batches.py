@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, in_turn
 
 from picker_fleet.domain.errors import ScriptFailed
@@ -53,17 +52,6 @@ async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(fleet: 
             assert await it.counts() == (1, 3, [1])
         await a.settle("runs")
         await served(a, "g1", "h", "g2")
-        assert await it.at_rest()
-
-
-async def test_a_cancel_takes_effect_although_its_admission_was_sent_again(fleet: OpenFleet) -> None:
-    async with fleet("a", full=True) as (it, a):
-        async with broken(it):
-            # One message carries request `b` of the broken flow, request `g`, and the cancel of `g`.
-            arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
-            await in_one_message(a.beat(), *arriving, in_turn(a.store.cancel, "g", 1, "cancelled"))
-        assert events_of(await it.log(), "g")[-1] == "cancelled"
-        await a.settle("runs")
         assert await it.at_rest()
 
 

@@ -76,30 +76,6 @@ def it(client: redis.Redis, pool: str) -> TenantPool:
     return TenantPool(client, pool)
 
 
-def test_a_budget_counts_a_calendar_period_at_the_price_of_the_model(it: TenantPool) -> None:
-    prices = {"m": {"prompt": 1, "cached": 0.5, "answer": 2}}
-    node = {"over_limit": "reject", "budget": {"units": 100, "period": "day"}}
-    it.publish(A, upper_per=100, tenants={**TREE, "prices": prices})
-    it.set_nodes({"acme": node})
-    assert it.ask("acme/a", prompt_tokens=40, answer_tokens=20) == "placed"  # charges 40 + 2 * 20 = 80 units
-    refused = it.ask("acme/a", prompt_tokens=30)
-    assert refused.startswith("refused over-limit")
-    assert refused.endswith("\x1fbudget day acme")
-    it.end("r1", usage=(40, 20, 10))  # costs 20 + 0.5 * 20 + 2 * 10 = 50 units
-    assert it.ask("acme/a", prompt_tokens=30) == "placed"
-    it.end("r3", usage=(-1, -1, 5))  # no usage, but a stream of at least 5 tokens
-    assert it.ask("acme/a", prompt_tokens=10) == "placed"
-    assert it.ask("acme/a", prompt_tokens=1).startswith("refused over-limit")
-    # The sweep keeps a budget's spent amount until its period ends, even while the node has no budget.
-    it.set_nodes({"acme": {"weight": 2}}, "tenant_changes")
-    it.passes(1000)
-    it.call("sweep", "a", 0, 60_000, 1000, 60_000)
-    it.set_nodes({"acme": {}}, "tenant_changes")
-    assert it.ask("acme/a", prompt_tokens=30).startswith("refused over-limit")
-    it.passes(24 * 3_600_000)
-    assert it.ask("acme/a", prompt_tokens=100) == "placed"
-
-
 def test_a_new_bound_counts_each_running_request_of_a_large_fleet_once(it: TenantPool) -> None:
     it.start(5100, {"acme": {"weight": 2}})
     for first in range(0, 5100, 300):
