@@ -89,6 +89,10 @@ def test_without_scorers_the_script_chooses_among_all_allowed_endpoints() -> Non
     assert chooser.choose(ask()).candidates == "*"
     assert chooser.choose(ask(subset=(A, B))).candidates == f"{A},{B}"
     assert chooser.choose(ask(subset=())).candidates == ""
+    # Both the labels and the subset hint limit the endpoints.
+    chooser = in_zones({}, {})
+    assert chooser.choose(ask(selector={"zone": "a"}, subset=(A, B))).candidates == A
+    assert chooser.choose(ask(selector={"zone": "a"}, subset=(B, C))).candidates == ""
 
 
 def in_zones(prefer: Mapping[str, str], own: Mapping[str, str]) -> EndpointChooser:

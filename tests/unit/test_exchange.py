@@ -83,6 +83,17 @@ async def test_nothing_is_sent_to_envoy_before_the_whole_body_has_arrived(mode: 
     assert all(len(chunk) <= 62_000 for chunk, _ in given_back(answers))
 
 
+async def test_in_lean_a_body_with_its_full_content_length_is_answered_at_once_in_one_message() -> None:
+    talk = Talk()
+    answers = await talk.say(*unended("lean", ASK))
+    assert parts(answers) == ["request_headers"]
+    assert given_back(answers) == [(ASK, True)]
+    assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
+    assert talk.exchange.done
+    talk.close()
+    assert (len(talk.gate.admitted), talk.gate.withdrawn) == (1, [])
+
+
 @pytest.mark.parametrize(("spare", "chunks"), [(0, 0), (1, 9)])
 async def test_one_message_carries_at_most_the_bytes_that_every_envoy_buffers(
     spare: int, chunks: int

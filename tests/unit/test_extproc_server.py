@@ -17,11 +17,12 @@ import pytest
 from background import running, until
 from clocks import Clock
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import Counted, ScriptedGate, body, headers, parts
+from extproc_client import Counted, ScriptedGate, body, headers, parts, response_body
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.request import Outcome
 from picker_fleet.grpc.transport import Handler, Stream
 from picker_fleet.ingress.context import MAX_UPLOADS, STALLED_S, ExchangeContext, UploadDeadlines
 from picker_fleet.ingress.ext_proc import server
@@ -127,6 +128,16 @@ async def rest(call: Any) -> list[ProcessingResponse]:
         while (answer := await call.read()) is not grpc.aio.EOF:
             said.append(answer)
     return said
+
+
+async def test_in_standard_mode_a_stream_lasts_until_the_response_has_ended(fleet: Replica) -> None:
+    call = fleet.exchange()
+    await talk(call, headers("standard"), body(ASK), answers=2)
+    answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
+    said = await talk(call, *answer, answers=3)
+    assert parts(said) == ["response_headers", "response_body", "response_body"]
+    assert await call.code() is grpc.StatusCode.OK
+    assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
 
 
 @pytest.mark.parametrize("begun", [[], [body(ASK, ended=False)]], ids=["headers only", "half a body"])

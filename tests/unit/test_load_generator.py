@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from picker_tools.load.checks import check_promises
 from picker_tools.load.fleet import OwnFleet, check_url
 from picker_tools.load.generator import Answer, Client, Kind, Load, Request
 from picker_tools.load.scenarios import SCENARIOS, Plan, Source, planned, source_request
+from picker_tools.load.session import kill_moments
 from picker_tools.local_fleet.local_fleet import UpOptions
 from picker_tools.local_fleet.parts import SimOptions
 from picker_tools.local_fleet.processes import Report
@@ -152,6 +154,16 @@ def test_each_request_names_its_flow_ttl_and_workload(name: str) -> None:
         assert headers.get("x-gateway-inference-objective", "") == source.objective
         if source.workload:
             assert json.loads(headers["x-workload-context"])["criticality"] == source.criticality
+
+
+@given(seed=st.integers(0, 200), duration_s=st.floats(1, 120), replicas=st.integers(1, 8))
+def test_replicas_are_killed_at_random_moments(seed: int, duration_s: float, replicas: int) -> None:
+    moments = kill_moments(duration_s, replicas, seed)
+    # There is at least one kill, all kills are within the duration, and one seed gives the same kills.
+    assert moments
+    assert all(0 < at_s < duration_s and 0 <= number < replicas for at_s, number in moments)
+    assert moments == kill_moments(duration_s, replicas, seed)
+    assert all(math.isfinite(at_s) for at_s, _ in moments)
 
 
 EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
@@ -314,6 +326,15 @@ def test_a_request_of_the_scenario_mixed_is_short_enough_for_a_retry_by_envoy(se
     body = request.body()
     assert len(body) <= generator.LONGEST_BODY_BYTES
     assert json.loads(body)["max_tokens"] == request.tokens
+
+
+def test_a_quantile_is_one_of_the_given_values() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [generator.quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert generator.quantile([7.0], 0.5) == 7
+    assert math.isnan(generator.quantile([], 0.5))
+    assert generator.quantiles([]) == {}
+    assert generator.quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
 
 
 @cases("fields, demand, due", {

@@ -190,6 +190,7 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
         await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == 3)
         await until(lambda: one.gate.queue.retry_after_s == 7)
         assert samples(one.metrics)["epp_paused",] == 1
+        assert (await one.membership.state()).watermark == 4 * POOL.ready_backends
 
 
 async def test_readers_of_the_admin_api_do_not_keep_a_replica_from_following_the_pool() -> None:

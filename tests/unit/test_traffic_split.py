@@ -13,7 +13,7 @@ from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.config import parse
 from picker_fleet.ingress.context import OpenRequests
 from picker_fleet.ingress.intake import Ask
-from picker_fleet.ingress.traffic_split import Split
+from picker_fleet.ingress.traffic_split import Split, identity_of_body
 from picker_fleet.pool import Pool
 
 CANARY = Split.of([("stable", 90), ("canary", 10), ("never", 0)])
@@ -40,6 +40,10 @@ def test_changed_weights_move_only_the_difference_in_shares_to_other_variants() 
     moves = Counter((CANARY.variant(KEY, each), more.variant(KEY, each)) for each in identities(10_000))
     assert ("canary", "stable") not in moves
     assert abs(moves["stable", "canary"] - 1000) < 5 * math.sqrt(10_000 * 0.1 * 0.9)
+
+
+def test_the_variant_for_a_request_body_depends_on_the_hash_key() -> None:
+    assert len({identity_of_body(bytes([seed]) * 16, "tenant", b"body") for seed in range(20)}) == 20
 
 
 async def test_a_pool_chooses_variants_with_the_hash_key_that_heartbeats_return() -> None:
