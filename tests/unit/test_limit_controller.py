@@ -212,6 +212,15 @@ def test_an_engine_that_queues_only_requests_of_others_keeps_its_limit() -> None
     assert controller.limits() == {A: 20}
 
 
+def test_below_its_limit_an_endpoint_that_queues_requests_for_a_few_pages_keeps_its_limit() -> None:
+    controller = LimitController(least=1, most=100, initial=16)
+    limits = []
+    for now_s in range(12):
+        controller.look(float(now_s), {A: Observation(8, Page(now_s - 0.1, 6, 2))}, waiting=False)
+        limits.append(controller.limits()[A])
+    assert limits[7:9] == [16, 8]
+
+
 def test_a_single_metrics_page_with_a_queue_does_not_change_the_limit() -> None:
     # New requests wait in the engine until its next step.
     engine = Engine(32)

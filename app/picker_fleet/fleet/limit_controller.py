@@ -36,7 +36,10 @@ _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
 # Preemptions on the kept pages are a signal above this fraction of the batch and of the ended requests: a
 # preempted request repeats only its prefill, so fewer preemptions cost less than a lower limit.
 _PREEMPTED: Final = 1 / 4
-_CONFIRMED: Final = 2  # this many pages in a row with a queue in the engine are a signal
+# This many pages in a row with a queue in the engine are a signal, if the limit is reached. Below the limit,
+# new requests may only wait for the end of a slow step.
+_CONFIRMED: Final = 2
+_CONFIRMED_BELOW: Final = 8
 _DEEPEST_CUT: Final = 0.5  # one step cuts a limit at most to this fraction
 _CUT: Final = 0.93  # factor for a limit at which requests were preempted or refused
 _FIRST_PAUSE_S: Final = 4.0
@@ -261,7 +264,7 @@ class LimitController:
         may_grow = waiting and not is_queueing and now_s >= known.resumes_s
         if (page.kv_utilisation or 0.0) >= _KV_NEAR:
             known.grows_fast = False
-        if known.queued_pages >= _CONFIRMED:
+        if known.queued_pages >= (_CONFIRMED if _is_reached(known, seen) else _CONFIRMED_BELOW):
             limit = max(math.ceil(batch) + slack, math.ceil(known.limit * _DEEPEST_CUT))
             why = f"engine queued {page.waiting:g} requests at {seen.load}"
             self._fall(known, limit, why, now_s)
