@@ -32,7 +32,7 @@ from picker_fleet.fleet.tenant_metrics import TenantMetrics
 from picker_fleet.fleet.tenant_nodes import TenantNodes
 from picker_fleet.fleet.usage import UsageMeter
 from picker_fleet.state.pool_state import PoolState, marked
-from picker_fleet.state.replies import HeartbeatReply, LiveConfig, SweepReply
+from picker_fleet.state.replies import HeartbeatReply, LiveConfig, SweepReply, is_older
 from picker_fleet.state.server_check import ServerCheck
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -493,7 +493,7 @@ class Membership:
         (a restart from an old dump, a failover)."""
         wrong = [each for each in self._endpoints.current.endpoints if each.drained]
         if pulse.epoch == self._epoch:
-            if not _is_older(_marks_of(pulse.endpoints_version), _marks_of(self._published.version)):
+            if not is_older(_marks_of(pulse.endpoints_version), _marks_of(self._published.version)):
                 return
             drained = {address for mark, address in await self._store.marks() if mark == "drained"}
             known = self._endpoints.current.endpoints
@@ -507,8 +507,8 @@ class Membership:
         if (pulse.epoch, pulse.tuned_version) == self._followed:
             return
         known, found = self.live_config, await self._store.live_config()
-        is_older = pulse.epoch == self._followed[0] and _is_older(found.version, known.version)
-        if is_older or (not found.version and known.overrides):
+        has_lost = pulse.epoch == self._followed[0] and is_older(found.version, known.version)
+        if has_lost or (not found.version and known.overrides):
             overrides, changes = (
                 dict.fromkeys(old.keys() - new.keys()) | dict(new)
                 for old, new in ((found.overrides, known.overrides), (found.changes, known.changes))
@@ -565,11 +565,6 @@ class Membership:
         )
         self._failover.update_peers(pool.about)
         return self._state
-
-
-def _is_older(version: str, other: str) -> bool:
-    """Whether the numbered `version` is less than `other`; '' is less than any number."""
-    return int(version or 0) < int(other or 0)
 
 
 def _marks_of(endpoints_version: str) -> str:

@@ -278,11 +278,7 @@ class LimitController:
         elif may_grow and seen.is_on_page and _is_reached(known, seen):
             doubles = known.grows_fast or known.limit * 2 <= known.full_at
             step = max(one, known.limit if doubles else known.limit // 16)
-            why = f"requests wait, and the engine runs all {seen.load}"
-            if self._misses(address, known.limit + step):
-                known.grows_fast = False
-            else:
-                self._move(known, self._bounded(known.limit + step), why, now_s)
+            self._grow(address, step, f"requests wait, and the engine runs all {seen.load}", now_s)
 
     def _grow_until_refused(self, address: str, seen: Observation, now_s: float, *, waiting: bool) -> None:
         """Raise the limit of an endpoint without a page that has refused requests: no trial raises it."""
@@ -293,8 +289,14 @@ class LimitController:
         ):
             return
         step = max(math.ceil(seen.mean_request), known.limit // 16)
-        if not self._misses(address, known.limit + step):
-            why = f"requests wait, and the engine refused none of {seen.load}"
+        self._grow(address, step, f"requests wait, and the engine refused none of {seen.load}", now_s)
+
+    def _grow(self, address: str, step: int, why: str, now_s: float) -> None:
+        """Raise a limit by `step`, unless a latency objective would then be missed."""
+        known = self.endpoints[address]
+        if self._misses(address, known.limit + step):
+            known.grows_fast = False
+        else:
             self._move(known, self._bounded(known.limit + step), why, now_s)
 
     def _fall(self, known: EndpointLimit, limit: int, why: str, now_s: float) -> None:

@@ -15,7 +15,7 @@ from picker_fleet.domain.config import Settings, YamlFault, parse, read_yaml
 from picker_fleet.domain.errors import ConfigError
 from picker_fleet.domain.tenants import Node, Tree
 from picker_fleet.endpoints.discovery import FileFault, WatchedFile
-from picker_fleet.state.replies import HeartbeatReply
+from picker_fleet.state.replies import HeartbeatReply, is_older
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.logs import AUDIT
 
@@ -84,11 +84,11 @@ class TenantNodes:
         former_epoch, former_version = self._followed
         if (epoch, version) == self._followed:
             return None
-        is_older = epoch == former_epoch and int(version or 0) < int(former_version or 0)
-        if is_older and not version:
+        has_lost = epoch == former_epoch and is_older(version, former_version)
+        if has_lost and not version:
             return None  # Redis has lost the nodes: the next epoch restores the live changes
         changes = await self._store.nodes_of("tenant_changes")
-        if is_older or (not changes and self._changes and epoch != former_epoch):
+        if has_lost or (not changes and self._changes and epoch != former_epoch):
             self._published = "", None  # Redis may have lost the configured nodes, too
             lost = (dict.fromkeys(changes, "") | dict(self._changes)).items() - changes.items()
             if lost:

@@ -181,6 +181,12 @@ async def serve(
     return await asyncio.get_running_loop().create_server(made, host.strip("[]"), port, backlog=_BACKLOG)
 
 
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """The IP address of a connection's peer; '' if it is unknown."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
     """Limits the TLS handshakes of a port. Call the result for each new connection, with a factory of the
     protocol that takes over the connection after its handshake."""
@@ -259,8 +265,7 @@ class _Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.address = address_of(transport)
         self._port.opened(self)
         self._task = asyncio.get_running_loop().create_task(self._agree())
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from picker_fleet.grpc import frames
+from picker_fleet.grpc.certificates import address_of
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Link, Peers
@@ -117,8 +118,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.address = address_of(transport)
         if not self.peers.opened(self):
             self.abort()
             return

@@ -60,6 +60,11 @@ NOTIFIED: Mapping[str, Verdict] = {  # the verdicts that a notification may brin
 }
 
 
+def is_older(version: str, other: str) -> bool:
+    """Whether the numbered `version` is less than `other`; '' is less than any number."""
+    return int(version or 0) < int(other or 0)
+
+
 def name_of(verdict: AnyVerdict) -> str:
     """The word that scripts and traces use for `verdict`."""
     return verdict.value if isinstance(verdict, Verdict) else type(verdict).__name__.lower()

@@ -24,7 +24,7 @@ import httptools
 from picker_fleet.domain.allowlist import SUBSET
 from picker_fleet.domain.budgets import POOL_HEADER, ByPool, most_connections
 from picker_fleet.domain.errors import BadRequest, BodyStalled, RequestError, StartupError
-from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
+from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, address_of, serve
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import Answer, Check
 
@@ -226,8 +226,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self.address = address_of(transport)
         if not self._server.opened(self):
             self._transport.abort()
             return
