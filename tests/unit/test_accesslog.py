@@ -79,7 +79,7 @@ async def test_an_access_log_peer_is_trusted_once_an_entry_has_a_token_that_the_
         describe(forged, {"picker": {"token": accounting_token.signed(FIELDS, "req-1", Keyring())}})
         await call.write(batch(forged).SerializeToString())
         await until(lambda: b'{kind="ignored"} 1.0' in page_of(metrics))
-        (connection,) = transport.peers.connections
+        (connection,) = transport.peers.connections.all
         assert not connection.trusted
         await call.write(batch(entry()).SerializeToString())
         await until(lambda: connection.trusted)

@@ -334,26 +334,26 @@ async def test_one_address_cannot_take_all_connections() -> None:
         await stage.send(check()[:-5], address="127.0.0.3")
         await until(lambda: stage.context.open_requests.count == 8)
         assert stage.server.full == "all 8 connections of the http mode's port are taken"
-    await until(lambda: not stage.server._connections)
-    assert not stage.server._at_address
+    await until(lambda: not stage.server.connections.all)
+    assert not stage.server.connections._by_address
 
 
 async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, ended = [0], stage.server.ended
+    answers, ended = [0], stage.server.connections.idle
 
     def count(connection: Any) -> None:
         answers[0] += 1
         ended(connection)
 
-    monkeypatch.setattr(stage.server, "ended", count)
+    monkeypatch.setattr(stage.server.connections, "idle", count)
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     await asyncio.to_thread(client.connect, ("127.0.0.1", stage.port))
     _, writer = await asyncio.open_connection(sock=client, limit=1)
-    await until(lambda: stage.server._connections)
-    [connection] = stage.server._connections
+    await until(lambda: stage.server.connections.all)
+    [connection] = stage.server.connections.all
     connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     connection._transport.set_write_buffer_limits(high=2048)
     stage.now_s[0] = 1.0
@@ -366,7 +366,7 @@ async def test_a_connection_whose_answers_are_not_read_is_paused_and_then_closed
     writer.write(HEALTH)
     stage.now_s[0] = STALLED_S + 2.0
     stage.server.close_stalled()
-    await until(lambda: not stage.server._connections)
+    await until(lambda: not stage.server.connections.all)
     assert answers[0] == number
     writer.close()
 

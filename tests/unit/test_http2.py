@@ -560,13 +560,13 @@ async def test_a_connection_beyond_the_limit_of_connections_replaces_only_an_idl
                     await fourth.send(fourth.request(1))
                     await until(lambda: handler.waiting == 3)
                     assert await used.read() is None
-                    assert server.transport.full == "all 3 connections are taken"
+                    assert server.transport.full == "all 3 connections of the gRPC port are taken"
                     async with server.peer() as fifth:
                         assert await fifth.read() is None
                     handler.release.set()
                     for peer in (busy, third, fourth):
                         assert await peer.data(1) == ASK
-    assert len([line for line in caplog.messages if "connections are taken" in line]) == 3
+    assert len([line for line in caplog.messages if "connections of the gRPC port are taken" in line]) == 3
 
 
 async def test_one_address_cannot_take_all_connections() -> None:
@@ -592,7 +592,7 @@ async def test_one_address_cannot_take_all_connections() -> None:
                 await eighth.send(eighth.request(1))
                 assert await eighth.data(1) == ASK
                 await other.ping()
-    assert not server.transport.peers._at_address
+    assert not server.transport.peers.connections._by_address
 
 
 async def test_small_unread_messages_count_with_their_memory_overhead_in_the_byte_budget() -> None:
@@ -673,7 +673,7 @@ async def test_a_window_update_wakes_no_more_writers_than_it_serves(monkeypatch:
     async with serving() as server, server.peer(2**20) as peer:
         message = b"\0" + (2995).to_bytes(4, "big") + b"x" * 2995
         await peer.send(*(peer.request(stream, message) for stream in range(1, 201, 2)))
-        connection = next(iter(server.transport.peers.connections))
+        connection = next(iter(server.transport.peers.connections.all))
         await until(lambda: len(connection.blocked) == 100 - 65_535 // 3000)
         for _ in range(60):
             await peer.send(frame(frames.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"))
@@ -942,7 +942,7 @@ async def test_a_connection_never_answered_is_closed_if_too_much_of_its_data_wai
         async with server.peer() as second:
             for stranger in (first, second):
                 await stranger.send(*(stranger.headers(stream) for stream in range(1, 6001, 2)))
-            await until(lambda: len(peers.connections) == 2)
+            await until(lambda: len(peers.connections.all) == 2)
         await gateway.send(gateway.request(3))
         assert await gateway.data(3) == ASK
 

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from _ssl import _test_decode_cert  # type: ignore[attr-defined]
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +26,7 @@ import grpc
 from picker_fleet.domain.errors import StartupError
 from picker_fleet.domain.sections import Tls
 from picker_fleet.domain.units import split_host_port
+from picker_fleet.grpc.connections import ByAddress
 
 RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
@@ -203,16 +204,16 @@ class _Handshakes:
 
     def __init__(self) -> None:
         self._under_way: OrderedDict[_Handshake, None] = OrderedDict()
-        self._at_address: Counter[str] = Counter()
+        self._by_address = ByAddress()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._next_s = 0.0  # the time at which the next handshake may start
         self._timer: asyncio.TimerHandle | None = None
 
     def opened(self, handshake: "_Handshake") -> None:
         self._under_way[handshake] = None
-        self._at_address[handshake.address] += 1
+        self._by_address[handshake.address] += 1
         if len(self._under_way) > _HANDSHAKES:
-            most = max(self._at_address, key=self._at_address.__getitem__)
+            most = max(self._by_address, key=self._by_address.__getitem__)
             oldest = next(each for each in self._under_way if each.address == most)
             self.closed(oldest)
             oldest.abort()
@@ -220,7 +221,7 @@ class _Handshakes:
     def closed(self, handshake: "_Handshake") -> None:
         if handshake in self._under_way:
             del self._under_way[handshake]
-            self._at_address -= Counter((handshake.address,))  # also removes an address without handshakes
+            self._by_address.remove(handshake.address)
 
     def turn(self, address: str) -> asyncio.Future[None]:
         """A future that gets its result when a handshake with `address` may start. The caller may set the

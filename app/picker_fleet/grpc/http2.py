@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self.address = address_of(transport)
-        if not self.peers.opened(self):
+        if not self.peers.connections.add(self):
             self.abort()
             return
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
@@ -335,7 +335,7 @@ class Connection(asyncio.Protocol):
         self.peers.end(stream, at_once=not self._closed)
         stream.drop()
         if not (self._streams or self._closed):
-            self.peers.idle(self)
+            self.peers.connections.idle(self)
 
     def _cancel_all(self) -> None:
         for stream_id in list(self._streams):
@@ -472,7 +472,7 @@ class Connection(asyncio.Protocol):
             self.reset(stream_id, frames.REFUSED_STREAM)
             return
         if not self._streams:
-            peers.busy(self)
+            peers.connections.busy(self)
         self._streams[stream_id] = stream
         self.work_left -= _STREAM_WORK
         peers.begin(stream)

@@ -51,7 +51,7 @@ class NativeTransport:
         self._refused: set[bytes] = set()  # paths whose new streams are refused
         most = limits.connections if certificates is None else min(limits.connections, MAX_TLS_CONNECTIONS)
         self.peers = Peers(replace(limits, connections=most_connections(most)))
-        self._connections = cast(set[Connection], self.peers.connections)
+        self._connections = cast(set[Connection], self.peers.connections.all)
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -4,15 +4,15 @@
 """
 
 import asyncio
-import itertools
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull
 from picker_fleet.grpc import frames
+from picker_fleet.grpc.connections import Connections
 from picker_fleet.grpc.frames import frame, start_of_frame
 from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.transport import Handler, Limits, Relay, RpcError, Status
@@ -454,24 +454,17 @@ class Peers:
 
     A handler starts in its connection's turn after its stream's first message has arrived. A request that is
     reset in the same turn costs neither a task nor a Redis call.
-
-    At the limit of connections, a new connection replaces a connection without an open stream: the oldest
-    that never had a stream, or else the one that has been idle for longest. The last quarter of that limit is
-    kept for other addresses than the one that has all others: streams without end keep connections in use.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.connections: set[Link] = set()
-        self._at_address: Counter[str] = Counter()  # connections of each address
+        self.connections: Connections[Link] = Connections("gRPC port", limits.connections)
         self.count = 0
         self.cancelled: set[asyncio.Task[None]] = set()
         self.turns = Turns(limits.step_work, limits.strangers_work)
         self._loop = asyncio.get_running_loop()
         # Streams that have not received a message, the oldest first.
         self._silent: OrderedDict[GrpcStream, None] = OrderedDict()
-        self._unused: OrderedDict[Link, None] = OrderedDict()
-        self._idle: OrderedDict[Link, None] = OrderedDict()
         self._stuck: OrderedDict[Link, float] = OrderedDict()  # when each peer stopped reading
         self._unread: dict[Link, int] = {}  # how many bytes wait for each connection's turn
         self._unread_bytes = 0  # how many bytes wait for the turns of all connections
@@ -481,47 +474,15 @@ class Peers:
         """The reason why new streams are refused; '' while new streams are accepted."""
         if self.count >= self.limits.streams:
             return f"all {self.limits.streams} streams are taken"
-        if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
-            return f"all {self.limits.connections} connections are taken"
-        return ""
+        return self.connections.full
 
     # Count connections.
 
-    def opened(self, connection: Link) -> bool:
-        """Add a new connection. Returns False if there is no room for the connection."""
-        address, most = connection.address, self.limits.connections
-        has_most = address != "" and self._at_address[address] >= most - most // 4
-        if has_most or len(self.connections) >= most:
-            taken = most - most // 4 if has_most else most
-            _log.warning("all %d connections are taken: idle ones are closed", taken, extra={"peer": address})
-            idle = itertools.chain(self._unused, self._idle)
-            spare = next((each for each in idle if not has_most or each.address == address), None)
-            if spare is None:
-                return False
-            self.closed(spare)
-            spare.abort()
-        self.connections.add(connection)
-        self._at_address[address] += 1
-        self._unused[connection] = None
-        return True
-
     def closed(self, connection: Link) -> None:
-        if connection in self.connections:
-            self.connections.discard(connection)
-            self._at_address -= Counter((connection.address,))  # also removes an address without connections
-            self.unread(connection, 0)
-        for some in (self._unused, self._idle, self._stuck):
-            some.pop(connection, None)
-
-    def busy(self, connection: Link) -> None:
-        """Mark `connection` as in use, since it has an open stream."""
-        self._unused.pop(connection, None)
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: Link) -> None:
-        """Mark `connection` as idle, since its last stream has ended."""
-        if connection in self.connections:
-            self._idle[connection] = None
+        """Forget a connection that has ended."""
+        self.connections.remove(connection)
+        self.unread(connection, 0)
+        self._stuck.pop(connection, None)
 
     def unread(self, connection: Link, size: int) -> None:
         """Record that `size` bytes wait for the connection's turn. If too many bytes of all connections wait,

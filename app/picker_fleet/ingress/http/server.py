@@ -7,15 +7,12 @@ Envoy puts `/check` before each client's path, so clients cannot reach the serve
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
 the waiting request. One periodic task closes connections that stall within a request or an answer, so no
-request needs a timer of its own. At the limit of connections, a new connection replaces the connection that
-has been idle for longest. The last quarter of that limit is kept for other addresses than the one that has
-all others, since unfinished requests keep connections in use. docs/protocol.md lists the headers.
+request needs a timer of its own. docs/protocol.md lists the headers.
 """
 
 import asyncio
 import logging
 import socket
-from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Final, cast
 
@@ -25,6 +22,7 @@ from picker_fleet.domain.allowlist import SUBSET
 from picker_fleet.domain.budgets import POOL_HEADER, ByPool, most_connections
 from picker_fleet.domain.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.grpc.certificates import MAX_TLS_CONNECTIONS, Certificates, address_of, serve
+from picker_fleet.grpc.connections import Connections
 from picker_fleet.ingress.context import STALLED_S, ExchangeContext
 from picker_fleet.ingress.http.check import Answer, Check
 
@@ -54,13 +52,13 @@ class CheckServer:
     ) -> None:
         if certificates is not None:
             max_connections = min(max_connections, MAX_TLS_CONNECTIONS)
-        self.contexts, self._max_connections = contexts, most_connections(max_connections)
+        self.contexts = contexts
         self.context = contexts.of(b"")
         self._certificates = certificates
         self._listen = listen
-        self._connections: set[_Connection] = set()
-        self._at_address: Counter[str] = Counter()  # connections of each address
-        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # idle connections, the longest idle first
+        self.connections: Connections[_Connection] = Connections(
+            "http mode's port", most_connections(max_connections)
+        )
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
@@ -98,7 +96,7 @@ class CheckServer:
     def close_stalled(self) -> None:
         """Close each connection that has stalled or has been idle for more than `_IDLE_S` seconds."""
         now_s = self.context.clock()
-        for connection in list(self._connections):
+        for connection in list(self.connections.all):
             connection.close_if_stalled(now_s)
 
     def set_ready(self, ready: bool) -> None:
@@ -113,51 +111,13 @@ class CheckServer:
         """Close the listener and every connection."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self._connections):
+        for connection in list(self.connections.all):
             connection.close()
 
     @property
     def full(self) -> str:
         """The reason why new connections are refused; '' while they are accepted."""
-        if len(self._connections) < self._max_connections or self._idle:
-            return ""
-        return f"all {self._max_connections} connections of the http mode's port are taken"
-
-    def opened(self, connection: "_Connection") -> bool:
-        """Add a connection; at a limit, close an idle one first. Returns False if no connection is idle."""
-        address, most = connection.address, self._max_connections
-        has_most = address != "" and self._at_address[address] >= most - most // 4
-        if has_most or len(self._connections) >= most:
-            _log.warning(
-                "all %d connections of the http mode's port are taken: idle ones are closed",
-                most - most // 4 if has_most else most,
-                extra={"peer": address},
-            )
-            spare = next((each for each in self._idle if not has_most or each.address == address), None)
-            if spare is None:
-                return False
-            self.closed(spare)
-            spare.abort()
-        self._connections.add(connection)
-        self._at_address[address] += 1
-        self._idle[connection] = None
-        return True
-
-    def closed(self, connection: "_Connection") -> None:
-        """Remove a connection that has ended."""
-        if connection in self._connections:
-            self._connections.discard(connection)
-            self._at_address -= Counter((connection.address,))  # also removes an address without connections
-        self._idle.pop(connection, None)
-
-    def began(self, connection: "_Connection") -> None:
-        """Mark a connection as busy: a request has begun."""
-        self._idle.pop(connection, None)
-
-    def ended(self, connection: "_Connection") -> None:
-        """Mark a connection as idle: its request has been answered."""
-        if connection in self._connections:
-            self._idle[connection] = None
+        return self.connections.full
 
 
 class _Wanted(dict[bytes, str]):
@@ -227,7 +187,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.address = address_of(transport)
-        if not self._server.opened(self):
+        if not self._server.connections.add(self):
             self._transport.abort()
             return
         sock = transport.get_extra_info("socket")
@@ -268,7 +228,7 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.closed(self)
+        self._server.connections.remove(self)
         self._transport = None
         self._body.release()
         if self._task is not None:
@@ -284,7 +244,7 @@ class _Connection(asyncio.Protocol):
             self._fail(BadRequest("a second request came before the first was answered"))
         self._in_head = self._arriving = True
         self._head_bytes = 0
-        self._server.began(self)
+        self._server.connections.busy(self)
         self._context.open_requests.began()
         self._began_s = self._last_byte_s
         self._headers, self._url = {}, b""
@@ -403,7 +363,7 @@ class _Connection(asyncio.Protocol):
     def _write(self, status: int, lines: str, body: bytes, *, keep: bool) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        self._server.ended(self)
+        self._server.connections.idle(self)
         keep = keep and not self._server.draining
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
