@@ -85,7 +85,7 @@ class Pool:
     the pool will run.
 
     The constructor builds the parts from the lowest up and passes to each part the parts that it calls.
-    The servers for requests use the attribute `context`, the admin server uses `operated`.
+    The ext_proc and HTTP servers use a pool's `context`, the admin server its `operated`.
     """
 
     def __init__(

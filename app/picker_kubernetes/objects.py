@@ -220,7 +220,7 @@ _KINDS: Final = (
 
 
 class _Sent(NamedTuple):
-    """A condition sent for an object that was created at `created`. `refused`: another manager owns it."""
+    """A condition sent for an object created at `created`. `refused`: another manager owns the condition."""
 
     created: str
     condition: _Condition

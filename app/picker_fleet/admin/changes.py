@@ -261,7 +261,7 @@ async def read_object(request: Request, limit_s: float) -> dict[str, Any]:
 
 
 def _without_repeats(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object of `members`. Raises ValueError if a key is given twice: one value would be lost."""
+    """The object of pairs `members`. Raises ValueError if a key is given twice: one value would be lost."""
     found = dict(members)
     if len(found) < len(members):
         raise ValueError("a key is given twice")

@@ -24,9 +24,9 @@ from picker_fleet.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "page"
 METRICS_INTERVAL_S = 1.0  # shortest time between two renderings of the metrics
-MAX_METRICS_READS = 8  # reads of one rendering by an address; further reads wait for the next rendering
+MAX_METRICS_READS = 8  # an address may read one rendering so often, then waits for the next
 MAX_METRICS_AGE_S = 4.0
-_METRICS_LOAD = 0.05  # fraction of the event loop's time for rendering, unless it is late
+_METRICS_LOAD = 0.05  # fraction of the event loop's time for rendering; more if the text gets too old
 _INDEX = "index.html"
 _TYPES = {
     ".html": "text/html; charset=utf-8",

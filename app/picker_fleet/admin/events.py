@@ -188,7 +188,7 @@ class Events:
         """Add a listener; None if `address` has MAX_AT_ADDRESS listeners or the replica is stopping.
 
         At MAX_LISTENERS, the address with the most listeners loses its newest listener if it would still have
-        at least as many as `address`. If not, return None.
+        at least as many as `address`; otherwise no listener is added.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:

@@ -187,7 +187,7 @@ class FleetStateCache:
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
             self._max_flows, pause_s=pause_s / 2
-        )  # half the pause: a script call takes half as long as a chunk
+        )  # a script call takes half as long as a chunk, so pause half as long
         as_of_s = self._clock()
         self.last = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s

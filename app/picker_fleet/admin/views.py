@@ -288,7 +288,7 @@ class FleetView:
         """The priority of the band that a client names; None (all bands) if `band` is None.
 
         Raises:
-            BadBand: `band` is neither the name of a configured band nor a priority.
+            BadBand: the text `band` is neither the name of a configured band nor a priority.
         """
         if band is None:
             return None
@@ -510,7 +510,7 @@ class FleetView:
 def _moved(
     endpoint: Endpoint, limit: int | None, found: FoundLimit | None, most: int | None, now_us: int
 ) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit`, at most `most`, and the seconds since the fleet set it to that."""
+    """Why the limit in force is `limit` (at most `most`), and how many seconds ago the fleet set it."""
     if limit is None or found is None:
         return None, None
     moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)

@@ -218,8 +218,8 @@ class Admission:
         was_unread = False
         if entry is not None and entry.phase is Phase.ENDED:
             was_unread = entry.unread
-            if outage is None and entry.confirmed and not was_unread:  # count the end only once
-                self._reports.tell_end(completion)  # the request may have been restored meanwhile
+            if outage is None and entry.confirmed and not was_unread:  # an end counts only once
+                self._reports.tell_end(completion)  # Redis may have restored the request since its end
                 return
         if outage is None:
             self.failover.is_busy = True
@@ -376,7 +376,7 @@ class Admission:
                 raise
             failover.redis_lost("failed", str(error))
             return None
-        if failover.outage is not None:  # otherwise the outage ended during the admission
+        if failover.outage is not None:  # it is None if the outage ended during the admission
             failover.outage.record_placement(request.id, placement, cost)
         return placement
 
@@ -398,7 +398,7 @@ class Admission:
     def _placement(
         self, request: InferenceRequest, waiter: Waiter, stream_owned: bool, alone_ms: int | None = None
     ) -> Placement:
-        """Record a placement. If it was made without Redis, `alone_ms` is its time by Redis's clock."""
+        """Record a placement. Without Redis, `alone_ms` is the placement's time by Redis's clock."""
         self._record_cost(request.band.priority, request.flow, request.cost)
         placed, loads = waiter.placed, waiter.loads
         endpoint, prefiller = placed.endpoints[0], placed.prefillers[0] if placed.prefillers else ""

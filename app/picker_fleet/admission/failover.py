@@ -121,7 +121,7 @@ class Stock:
 
 
 class _Moment(NamedTuple):
-    """A time; `paused_s` is for how many seconds in all this process has been paused until then."""
+    """A time, by which this process has been paused for `paused_s` seconds in all."""
 
     at_s: float
     paused_s: float
@@ -239,7 +239,7 @@ class Failover:
         return [request_id for request_id in ids if request_id in self.outage.ended_before]
 
     def ended(self, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
-        """How those of `ids` ended whose ends this replica received in the outage; None without an outage."""
+        """How the requests `ids` ended whose ends this replica received in the outage; None without one."""
         return self.outage.ended(ids) if self.outage is not None else None
 
     # The store and the heartbeat call the following methods.
@@ -447,7 +447,7 @@ class Failover:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # a part of a request is of no use
+                lost = float(math.floor(lost + RESIDUE))  # a fraction cannot start a request
             if lost > 0:
                 _log.info(
                     "recovered %.3g of the bound from calls that were in transit when Redis was lost", lost
@@ -479,7 +479,7 @@ class Failover:
             if may_be_cut_off or is_in_doubt:
                 asked = await asyncio.gather(*map(self._peer_client.redis_use, self._peers.addresses()))
                 said = [each for each in asked if each is not None]
-            unknown_s = now.at_s - self._sound.at_s - _PAUSED_S  # peers may have used Redis for this long
+            unknown_s = now.at_s - self._sound.at_s - _PAUSED_S  # peers may have used Redis meanwhile
             if is_in_doubt and all(each.local_s >= unknown_s for each in said):
                 self._sound, is_in_doubt = now, False
                 outage.gate.release(0.0)

@@ -297,9 +297,9 @@ class FairQueue(Generic[R]):
         return [r.cost / (1.0 if node is None else node.weight) for node in nodes] + [own]
 
     def make_room(self, r: R) -> R | None:
-        """The request to preempt so that request r can wait; None if there is room for r. It is the newest
-        request of the least recently preempted flow queue, in the lowest preemptible band below r's band
-        (spec 003).
+        """The request to preempt so that request r can wait; None if there is room for r. Chosen is the
+        newest request of the least recently preempted flow queue, in the lowest preemptible band below r's
+        band (spec 003).
 
         Raises:
             QueueFull: request r may not wait.
@@ -340,7 +340,7 @@ class FairQueue(Generic[R]):
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
-        """Queue request r. It becomes overdue after `starvation_ms`, or, if that is 0, half of its TTL."""
+        """Queue request r. Request r is overdue after `starvation_ms`, or, if that is 0, half of its TTL."""
         band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2

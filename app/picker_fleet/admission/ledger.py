@@ -22,8 +22,8 @@ _SPARE = 5_000  # a search for old entries also starts at this many entries abov
 _FORGET_S = 1.0  # seconds between searches for old entries
 METER_WINDOW_S = 10  # a report sums the costs of this many whole seconds before the current second
 _MAX_METERED_FLOWS = 5000  # maximum flows that are counted separately in one second
-_MAX_LISTED = 200  # maximum flows in a service report
-_MAX_LISTED_BYTES = 16_000  # approximate maximum bytes of the flow names in a service report
+_MAX_LISTED = 200  # maximum flows that a report of served costs lists
+_MAX_LISTED_BYTES = 16_000  # approximate maximum bytes of the flow names that such a report lists
 
 
 class Phase(enum.Enum):
@@ -136,8 +136,8 @@ class Ledger:
     """The entries of requests by id, least recently changed first. All calls come from one event loop.
 
     The ledger forgets an entry `keep_s` seconds after its last change, but keeps it while Redis has not
-    confirmed the request's end and, during an outage, if it is journaled. It also forgets the oldest entries
-    beyond MAX_ENTRIES. It never forgets a request whose stream this replica owns.
+    confirmed the request's end and, during an outage, if it is journaled. The ledger also forgets the oldest
+    entries beyond MAX_ENTRIES, but never a request whose stream this replica owns.
     """
 
     def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
@@ -232,7 +232,7 @@ class Ledger:
         return entry
 
     def confirm(self, entry: Entry) -> bool:
-        """Record that Redis has confirmed a request's end, or never will. Returns False if this was known."""
+        """Record that Redis has confirmed a request's end, or never will; return whether this is new."""
         if entry.confirmed:
             return False
         entry.confirmed = True

@@ -40,8 +40,8 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
     """This replica's share of the free budget `free`, divided among `live` replicas, `rank` of which have
     lesser ids.
 
-    If the stock counts requests (`counts_requests`), shares are whole numbers, and the replicas with the
-    least ids get one request more until the remainder is used up. For tokens, all shares are equal.
+    If budget counts requests (`counts_requests`), shares are whole numbers, and the replicas with the least
+    ids get one request more until the remainder is used up. If budget counts tokens, all shares are equal.
     """
     if free <= 0:
         return 0.0

@@ -29,8 +29,8 @@ class Rules:
 
 
 def rules_of(effective: EffectiveConfig, live: int, tree: Tree | None = None) -> Rules:
-    """The rules of one of `live` replicas: each capacity and byte limit is divided by `live`, but is at least
-    1. `tree` has the nodes of tenants; None without tenants."""
+    """The rules of one of `live` replicas: its capacities and byte limits are at least 1, and 1/`live` of the
+    fleet's. `tree` has the nodes of tenants; None without tenants."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -141,7 +141,7 @@ class LocalQueue:
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float
     ) -> tuple[Waiting, Waiting | None]:
-        """Queue `request`. Returns its entry, and the entry that was preempted for it, or None.
+        """Queue `request`. Returns the request's entry, and the entry preempted to make room, or None.
 
         Raises:
             Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: the

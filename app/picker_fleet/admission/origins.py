@@ -26,7 +26,7 @@ FIND_S = 1.0  # longer than the half second for which a busy host may stop this 
 
 
 class Origins:
-    """The ids of stored state in one pool, with their endpoints. All calls come from one event loop."""
+    """The endpoints of stored responses and conversations, by id. All calls come from one event loop."""
 
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys

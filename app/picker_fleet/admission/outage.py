@@ -110,7 +110,7 @@ class Outage:
         )
 
     def ended(self, ids: Collection[str]) -> dict[str, EndedCharge]:
-        """How those of `ids` ended whose ends this replica received in this outage."""
+        """How the requests `ids` ended whose ends this replica received in this outage."""
         entries = [each for each in map(self.ledger.get, ids) if each is not None and each.journaled]
         return {
             each.id: EndedCharge(each.end.outcome is Outcome.UPSTREAM_FAILED, usage_of(each.end))

@@ -60,7 +60,7 @@ class PeerClient(Protocol):
         ...
 
     async def ended(self, address: str, ids: Collection[str]) -> Mapping[str, EndedCharge] | None:
-        """How those of `ids` ended whose ends the replica received in its outage; None without an answer."""
+        """How the requests `ids` ended that the replica saw end in its outage; None without an answer."""
         ...
 
     async def redis_use(self, address: str) -> RedisUse | None:
@@ -76,7 +76,7 @@ class PeerClient(Protocol):
 class PeerState:
     """The part of a replica's info (published with its heartbeats) that failover reads.
 
-    `degraded`: whether the replica has state that Redis lacks. `grpc`: the host:port that takes calls for
+    `degraded`: whether the replica has state that Redis lacks. `grpc`: the host:port at which peers ask for
     budget; '' if the replica takes no calls. `resyncs`: how often the replica has begun to resync.
     `answered`: the resyncs of peers for which the replica has published all ends that it received before.
     """

@@ -208,9 +208,9 @@ class Quotas:
         return max(lacks, key=lambda lack: (lack.over_burst, lack.retry_s), default=None)
 
     def holding_up(self, request_id: str, waits: Mapping[str, float]) -> Lack | None:
-        """The limit for which an earlier request waits, and so holds up a request that may start: of the
-        highest node on its path that is in `waits` (the node's name among its siblings -> the ms until its
-        balance suffices), the limit with the least part left. None if no node is in `waits`."""
+        """The limit for which an earlier request waits, so that this one, which may start, must wait behind
+        it: the limit with the least part left, of the highest node on the path in `waits` (name among
+        siblings -> ms until the balance suffices). None if no node is in `waits`."""
         charge = self.charges[request_id]
         for node in self._nodes(charge.flow):
             wait_ms = waits.get(_child(node.path, charge.flow), 0.0)
@@ -307,7 +307,7 @@ class Quotas:
                     # A reply does not name its limit: recognise the limit by its burst and by the time
                     # until its balance is full.
                     expected = max(limit.whole - reset_ms * limit.rate * self._live, 0.0)
-                    tolerance = 1 + limit.rate * self._live  # since `reset_ms` and `left` are rounded
+                    tolerance = 1 + limit.rate * self._live  # `reset_ms` and `left` are rounded
                     if _kind(limit) == kind and limit.whole == burst and abs(expected - left) <= tolerance:
                         self._put(limit.key, reset_ms * limit.rate, at_ms)
                         self._told[limit.key] = self.balances[limit.key]

@@ -193,7 +193,7 @@ class SharedQueue:
         if displaced is not None:
             # Envoy has sent the request again over a new stream, so the old stream has lost its client.
             _fail(displaced.notification, ClientGone(_TAKEN_OVER))
-            displaced.notification.exception()  # marks it as read: the displaced task may have ended
+            displaced.notification.exception()  # keeps asyncio from logging an unread error
         self._waiting[request.id] = waiter
         verdict: AnyVerdict | None = None
         try:
@@ -485,7 +485,7 @@ class SharedQueue:
         except RequestError as error:
             if not waiter.notification.done():
                 waiter.notification.set_exception(error)
-                waiter.notification.exception()  # marks it as read: the waiting task may have ended
+                waiter.notification.exception()  # keeps asyncio from logging an unread error
             return True
         if isinstance(verdict, Placed):
             _notify(waiter.notification, verdict)

@@ -227,7 +227,7 @@ def api_of(text: object) -> Api:
     A path that ends in the path of a row of `APIS` is served as that row.
 
     Raises:
-        ValueError: `text` is no method and path, needs normalising, has two models, or administers engines.
+        ValueError: the text is no method and path, needs normalising, has two models or administers engines.
     """
     if isinstance(text, Api):
         return text

@@ -35,7 +35,7 @@ class Criticality(enum.StrEnum):
         """The criticality named `value`, in upper or lower case.
 
         Raises:
-            ValueError: `value` names no criticality.
+            ValueError: no criticality has the name `value`.
         """
         try:
             return cls(str(value).capitalize())

@@ -13,7 +13,7 @@ from picker_fleet.domain.errors import BufferFull, PayloadTooLarge
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _FLOOR_BYTES_S = 512 * 1024  # an unfinished body that arrives at this rate is not dropped
-_PAUSE_S = 1.0  # nor is a body dropped that arrived faster and pauses for this time
+_PAUSE_S = 1.0  # a body that arrived faster may pause for this time and is not dropped
 _MIN_DROPPED_BYTES = 16 * 1024
 _RESERVED_PART = 32  # 1/32 of the budget is for small bodies only, which slow large uploads must not block
 
@@ -89,8 +89,8 @@ class BodyBudget:
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
         self._clock = clock
-        self.unfinished: dict[BodyBuffer, float] = {}  # until when each body is fast enough
-        self._none_until_s = 0.0  # until when all unfinished bodies are fast enough
+        self.unfinished: dict[BodyBuffer, float] = {}  # body -> fast enough until this time
+        self._none_until_s = 0.0  # until this time all unfinished bodies count as arriving fast enough
 
     def arrives(self, body: "BodyBuffer", size_bytes: int) -> None:
         """Record that `size_bytes` of the unfinished `body` have arrived."""

@@ -27,7 +27,7 @@ def series_of(text: str) -> Series:
     """The series that `text` selects, of the form `name` or `name{label="value",...}`; quotes are optional.
 
     Raises:
-        ValueError: `text` has another form.
+        ValueError: the selector `text` does not have this form.
     """
     match = _SERIES.fullmatch(text)
     if match is None:

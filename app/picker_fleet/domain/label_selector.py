@@ -39,7 +39,7 @@ def requirements(text: str) -> tuple[Requirement, ...]:
     """The requirements of the selector `text`.
 
     Raises:
-        ValueError: `text` is no selector; the message says where it is malformed.
+        ValueError: the selector `text` is malformed; the message says where.
     """
     found: list[Requirement] = []
     at = 0

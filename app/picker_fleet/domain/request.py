@@ -160,7 +160,7 @@ class Completion(NamedTuple):
 
     id: str
     outcome: Outcome
-    status: int  # 0: 0: no status was sent
+    status: int  # HTTP status; 0: the client got none
     served: str | None  # ip:port
     prompt_tokens: int | None
     completion_tokens: int | None

@@ -66,7 +66,7 @@ def weights_by_name(value: Any) -> dict[Any, Any]:
     default, or `{name: weight}`.
 
     Raises:
-        ValueError: `value` has neither form, or lists a scorer twice.
+        ValueError: the list `value` has neither form, or has a scorer twice.
     """
     if isinstance(value, Mapping):
         return dict(value)

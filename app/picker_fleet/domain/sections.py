@@ -242,7 +242,7 @@ class Objective(Section):
     criticality: CriticalityName = Criticality.DEFAULT
     priority: Priority | None = None
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit for each of its flows
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow
     # The promised time to the first token, and time per output token.
     slo_ttft: Annotated[Duration, Field(gt=0)] | None = None
     slo_tpot: Annotated[Duration, Field(gt=0)] | None = None
@@ -538,7 +538,7 @@ class OutlierDetection(Section):
     """Ejection of endpoints that fail (docs/picking.md). `retry_budget_percent` configures Envoy."""
 
     enabled: Flag = True
-    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubles with each further ejection
+    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # each further ejection lasts twice as long
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
     max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
     retry_budget_percent: Count = Field(20, ge=0, le=100)  # share of requests that may be retries

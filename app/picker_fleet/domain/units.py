@@ -27,7 +27,7 @@ def duration_s(value: object) -> float:
     """The seconds that `value` gives: a number of seconds, or a string such as `500ms`, `30s`, `5m`.
 
     Raises:
-        ValueError: `value` has another form, is negative or not finite, or is longer than a year.
+        ValueError: the duration has another form, is negative or not finite, or is longer than a year.
     """
     seconds: float
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -48,7 +48,7 @@ def split_host_port(address: str) -> tuple[str, int]:
     """Split '10.0.0.1:8000' into ('10.0.0.1', 8000), without the brackets of an IPv6 address.
 
     Raises:
-        ValueError: `address` has no port, or is an IPv6 address without brackets.
+        ValueError: the text `address` has no port, or is an IPv6 address without brackets.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -70,7 +70,7 @@ def host_port(value: object) -> str:
     """Check and return `host:port`, with IPv6 in brackets; port 0 stands for any free port.
 
     Raises:
-        ValueError: `value` has another form.
+        ValueError: the text `value` is no `host:port`.
     """
     host, port = split_host_port(str(value))
     if not host or host.isspace() or port > 65535 or not can_be_looked_up(host):
@@ -82,7 +82,7 @@ def host_name(value: object) -> str:
     """A host's name or address without a port, in lower case; `*.example.org` stands for all subdomains.
 
     Raises:
-        ValueError: `value` is neither a name nor an address, or has a port.
+        ValueError: the host `value` is neither a name nor an address, or has a port.
     """
     text = str(value).strip().lower().removesuffix(".")
     try:

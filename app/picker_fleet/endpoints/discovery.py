@@ -163,8 +163,8 @@ def listed(text: str) -> tuple[Endpoint, ...]:
     """Parse the list of endpoints in `text`.
 
     Raises:
-        FileFault: `text` is not YAML or JSON, not a list of endpoints, or empty. An empty text means a
-            half-written file; a pool without endpoints is written `[]`.
+        FileFault: the file's `text` is not YAML or JSON, not a list of endpoints, or empty. An empty text
+            means a half-written file; a pool without endpoints is written `[]`.
     """
     try:
         tree = read_yaml(text)
@@ -185,7 +185,7 @@ def source_of(settings: Discovery) -> Source:
     """The source that `settings` names; an empty static list if `settings` names no source.
 
     Raises:
-        MissingExtra: `settings` names an InferencePool, but the Kubernetes client is not installed.
+        MissingExtra: the source is an InferencePool, but the Kubernetes client is not installed.
     """
     if settings.file is not None:
         return WatchedFile(settings.file, listed, "endpoints")

@@ -66,7 +66,7 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
     """Decode `text`; ages of readings do not include the transmission time.
 
     Raises:
-        BadReading: `text` is not a message.
+        BadReading: the channel carried `text`, which is not a message of readings.
     """
     try:
         message = msgspec.json.decode(text, type=_Wire)

@@ -63,7 +63,7 @@ class Access:
         `scraping.ca` certificates are not checked either.
 
         Raises:
-            FetchError: `scraping.ca` cannot be read.
+            FetchError: the CA file `scraping.ca` cannot be read.
         """
         now_s = time.monotonic()
         if self._context is None or now_s - self._context_s >= _REREAD_S:

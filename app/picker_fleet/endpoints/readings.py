@@ -115,7 +115,7 @@ def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMe
     """Decode the reading in `text`; adds `shift_ms` to its times.
 
     Raises:
-        BadReading: `text` is not a JSON object, or has a value of the wrong type.
+        BadReading: the encoded reading `text` is not a JSON object, or has a value of the wrong type.
     """
     try:
         return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)

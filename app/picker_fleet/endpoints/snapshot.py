@@ -34,7 +34,7 @@ class Snapshot:
         decoders = tuple(each for each in self.endpoints if each.decodes)
         if len(decoders) == len(self.endpoints):
             decoders = self.endpoints
-        object.__setattr__(self, "decoders", decoders)  # the class is frozen
+        object.__setattr__(self, "decoders", decoders)  # assignments to a frozen dataclass fail
         object.__setattr__(self, "prefillers", tuple(each for each in self.endpoints if each.prefills))
         object.__setattr__(self, "encoders", tuple(each for each in self.endpoints if each.encodes))
 

@@ -43,7 +43,7 @@ class Probes:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
         self._caches = caches
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # figures of load, since when
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # loads, time of change
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> its good answers in a row
         self._version = ""

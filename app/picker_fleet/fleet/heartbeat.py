@@ -409,7 +409,7 @@ class Membership:
         """Whether this replica publishes endpoints for the fleet (publisher.py)."""
         about = self._state.pool.about if self._state is not None else {}
         if about and _NO_LIST in about[min(about)]:
-            about = (await self._read()).pool.about  # the leader may have got a list meanwhile
+            about = (await self._read()).pool.about  # the leader's discovery may have a list by now
         if not about or _NO_LIST not in about[min(about)]:
             return pulse.leader
         listing = [replica for replica, info in about.items() if _NO_LIST not in info]
@@ -429,14 +429,14 @@ class Membership:
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait((task,), timeout=self._leases.heartbeat))[0]:
-                with contextlib.suppress(StateFault):  # the work fails, too
+                with contextlib.suppress(StateFault):  # if Redis fails, the work reports it
                     await self._call("")
             return task.result()
         finally:
             task.cancel()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
-        """The published endpoints. If this replica has discovered them itself, read only their marks."""
+        """The published endpoints; of a list that this replica discovered itself, only the marks are read."""
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()

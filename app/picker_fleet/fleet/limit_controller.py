@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 # one length that began together free all places at once.
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.3
-_REMEMBERED: Final = 0.98  # factor, at each page, for the most requests that were on their way
+_REMEMBERED: Final = 0.98  # each page lowers the remembered maximum of requests on their way to this part
 _KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
 # Preemptions on the kept pages are a signal above this fraction of the batch and of the ended requests: a
 # preempted request repeats only its prefill, so fewer preemptions cost less than a lower limit.
@@ -46,7 +46,7 @@ _FIRST_PAUSE_S: Final = 4.0
 _LONGEST_PAUSE_S: Final = 32.0
 _SAME: Final = 0.15  # two limits that differ by a smaller fraction count as the same
 _SETTLED_S: Final = 0.5  # a page read sooner after a change may still show the former limit
-_SAME_START_S: Final = 1.0  # times of one start differ by less
+_SAME_START_S: Final = 1.0  # two readings of one engine's start time differ by fewer seconds
 _KEPT: Final = 8  # most pages since the last change of the limit whose figures are kept
 # Trials without pages: a trial lasts until enough requests have ended to compare rates, but not too long.
 _TRIAL_S: Final = 3.0
@@ -133,7 +133,7 @@ class EndpointLimit:
     refusals: int | None = None
     refused: bool = False  # whether the engine has refused requests since the last change
     on_way: float = 0.0  # most requests in flight, but not on a page, on recent pages
-    pages: list[_Figures] = field(default_factory=list)  # since the last change, at most _KEPT
+    pages: list[_Figures] = field(default_factory=list)  # the last _KEPT pages since the last change
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ class LimitController:
             return
         since_s, known.page_s = page.read_s - known.page_s, page.read_s
         before, known.preemptions = known.preemptions, page.preemptions
-        if abs(page.started_s - known.started_s) > _SAME_START_S:  # another batch, and counters from 0
+        if abs(page.started_s - known.started_s) > _SAME_START_S:  # the engine has restarted
             known.started_s, known.pages, before = page.started_s, [], None
         preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
         if page.read_s < known.changed_s + _SETTLED_S:

@@ -70,7 +70,7 @@ class LimitKeeper:
                     name: FoundLimit(limit, reason, changed_ms, unit=bounds.unit)
                     for name, limit in {**pool.limits, **prefills}.items()
                 }
-                # A pinned limit says nothing of the found one: keep the limit before it was pinned.
+                # A pinned limit hides the found limit: keep the limit that was found before the pin.
                 for name in [each for each in known if each.removeprefix(PREFILL) in bounds.pinned]:
                     del known[name]
                     if name in self._followed:

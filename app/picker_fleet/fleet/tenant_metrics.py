@@ -46,7 +46,7 @@ class TenantMetrics:
         self._metrics.tenants(self._rows)
 
     def _missing(self, there: TenantRow) -> Iterator[Awaitable[float | None]]:
-        """Calls that charge a node's last owed units again, less units leaked since and owed in `there`."""
+        """Calls that charge again the units that a node owed, less units leaked since and owed in `there`."""
         age_s = self._clock() - self._read_s[there.path]
         owed = {(each.unit, each.per): each.burst - each.left for each in there.limits}
         for each in self._rows[there.path].limits:

@@ -43,7 +43,7 @@ class TenantNodes:
             self.found(tenants.nodes)
 
     def found(self, nodes: Sequence[Node]) -> None:
-        """Take the configured nodes."""
+        """Take over the tenants' nodes of the configuration or of its file."""
         self._own = {node.path: node.shared() for node in nodes}
 
     async def publish(self, pulse: HeartbeatReply) -> None:
@@ -117,7 +117,7 @@ def nodes_in(text: str, settings: Settings) -> tuple[Node, ...]:
     """The nodes in the YAML or JSON list `text`, the content of the file that `settings` name.
 
     Raises:
-        FileFault: `text` is no list of nodes, or a node is not valid.
+        FileFault: the file's `text` is no list of nodes, or a node is not valid.
     """
     try:
         nodes = read_yaml(text)

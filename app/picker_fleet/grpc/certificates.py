@@ -225,7 +225,7 @@ class _Handshakes:
 
     def turn(self, address: str) -> asyncio.Future[None]:
         """A future that gets its result when a handshake with `address` may start. The caller may set the
-        result earlier, if it will not start."""
+        result earlier if no handshake will start."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(address, deque()).append(turn)
         if self._timer is None:

@@ -28,7 +28,7 @@ from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Link, Peers
 from picker_fleet.grpc.turns import Line
 
-_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: the streams' windows limit the data
+_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopened on arrival: the streams' windows limit the data
 _BLOCK_BYTES: Final = 16 * 1024  # maximum bytes of one request's encoded headers
 _ENDED_IDS: Final = 4096  # how many ids of streams that this side ended first are remembered
 _FLUSH_BYTES: Final = 64 * 1024
@@ -43,7 +43,7 @@ _PER_S: Final = 50  # each second of a connection's age allows this many frames 
 _STREAM_WORK: Final = 3  # units of work that a new stream takes
 _START_WORK: Final = 16  # units for starting a handler and for the handler's own work
 _RESET_WORK: Final = 10  # units of work for cancelling a handler
-_DECODE_WORK: Final = 32  # for decoding uncached headers, plus one for each `_DECODE_BYTES` bytes and field
+_DECODE_WORK: Final = 32  # units for decoding uncached headers; one more for each `_DECODE_BYTES` and field
 _DECODE_BYTES: Final = 16
 # Payload bytes of the frame types that have only one size.
 _SIZES: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         self._closed = False
         self._settled = False  # whether the peer's preface and settings have arrived
         self.work_left = 0  # units of work left in this connection's turn; between turns at most 0
-        self.unfinished: GrpcStream | None = None  # has further messages of the frame that was read last
+        self.unfinished: GrpcStream | None = None  # the stream with further messages of the last frame
         self._paused_reading = False
         self._tail = b""  # data that has arrived but was not parsed yet
         self._streams: dict[int, GrpcStream] = {}
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
         """Read frames that have arrived and start handlers, within `most` units of work (`turns.Worker`) less
         those that handlers have charged since the last turn."""
         self.work_left += most
-        self._start_handlers(most // 2)  # of earlier turns: a flood of frames must not delay handlers
+        self._start_handlers(most // 2)  # first, since a flood of frames must not delay handlers
         stream, self.unfinished = self.unfinished, None
         if stream is not None and stream.id in self._streams:
             stream.receive(b"", 0, 0, False)
@@ -487,7 +487,7 @@ class Connection(asyncio.Protocol):
             found = self._headers.read(block)
         except ValueError as fault:
             raise ConnectionFault(frames.COMPRESSION_ERROR, str(fault)) from fault
-        self.work_left -= self._headers.decoded  # a field may have one byte
+        self.work_left -= self._headers.decoded  # one byte of a block may encode a whole field
         return found
 
     def _answer(self, flags: int, stream_id: int, block: bytes) -> None:

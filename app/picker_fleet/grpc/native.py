@@ -20,7 +20,7 @@ from picker_fleet.grpc.streams import OK_BLOCK, GrpcStream, Peers, status_block
 from picker_fleet.grpc.transport import ByMetadata, Handler, Limits, Status
 
 _OTHERS_BYTES = 64 * 1024 * 1024  # maximum unread bytes of all streams without a budget of their own
-_OTHERS_MESSAGE_BYTES = 256 * 1024  # largest message to such a stream; Envoy's have about 16 KiB
+_OTHERS_MESSAGE_BYTES = 256 * 1024  # largest message to a stream without a budget; Envoy sends 16 KiB
 _STEP_S = 0.01
 _CLOSE_S = 0.25
 _CANCEL_S = 5.0  # seconds to wait for cancelled handlers to end

@@ -88,7 +88,7 @@ class RpcError(Exception):
 
 
 class Stream(Protocol):
-    """One gRPC stream as its handler sees it. If the client resets it or leaves, the handler is cancelled."""
+    """One gRPC stream as its handler sees it. A reset, or the end of the client, cancels the handler."""
 
     @property
     def has_message(self) -> bool:
@@ -325,8 +325,8 @@ def _let_loop_run() -> None:
 
     grpcio polls and reads in threads of its own, which wake ten times a request. In the scheduling class
     SCHED_BATCH (sched(7)) its threads wait for a free core, get the same share of CPU, and find more work
-    each time they run, while the event loop keeps its CPU caches (docs/decisions.md, 18). Threads that they
-    start inherit the class.
+    each time they run, while the event loop keeps its CPU caches (docs/decisions.md, 18). Threads that
+    grpcio's threads start inherit this scheduling class.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux

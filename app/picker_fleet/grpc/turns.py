@@ -5,8 +5,8 @@ order of their tags: a tag is the virtual time at which the connection has used 
 with little work goes first, however much work other connections have.
 
 Trusted connections go before untrusted ones (strangers). All strangers together get a limited part of the
-loop's time: if they flood the picker, they take no CPU from the gateway, which may share the machine. What
-they do not use in a second they may use later, so a gateway's first request after a pause does not wait.
+loop's time: if they flood the picker, they take no CPU from the gateway, which may share the machine.
+Strangers save up unused time for a second, so a gateway's first request after a pause does not wait.
 """
 
 import asyncio

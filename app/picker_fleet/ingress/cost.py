@@ -58,7 +58,7 @@ _ESCAPED_2, _ESCAPED_3 = re.compile(rb"\\u0[0-7][0-9a-fA-F]{2}"), re.compile(rb"
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
-_JSON_TEXTS = (msgspec.Raw, memoryview)  # a tuple: an expression `A | B` would build a new object each time
+_JSON_TEXTS = (msgspec.Raw, memoryview)  # a tuple, since each use of a type union would build an object
 Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 

@@ -107,7 +107,7 @@ def without_half_pairs(text: bytes) -> bytes:
 
 def check_json(text: bytes) -> None:
     """Raises:
-    BadRequest: `text` is not valid JSON.
+    BadRequest: the body `text` is not valid JSON.
     """
     try:
         msgspec.json.decode(text, type=msgspec.Raw)

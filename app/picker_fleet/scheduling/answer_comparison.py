@@ -47,7 +47,7 @@ class _Endpoint:
         self.refusals: Counter[str] = Counter()
 
     def answered(self, answer: _Answer, others: Sequence["_Endpoint"]) -> tuple[bool, bool]:
-        """Add an answer. Returns whether it is odd, and whether the endpoint fails."""
+        """Add an answer. Returns whether the answer is odd, and whether the endpoint fails."""
         self.answers.append(answer)
         unlike = 0
         for each in others:
@@ -60,7 +60,7 @@ class _Endpoint:
         return False, False
 
     def refused(self, flow: str, others: Sequence["_Endpoint"]) -> tuple[bool, bool]:
-        """Add a refusal. Returns whether it is odd, and whether the endpoint fails."""
+        """Add a refusal. Returns whether the refusal is odd, and whether the endpoint fails."""
         self.good = 0
         if 2 * sum(each.good >= _FEWEST for each in others) <= len(others):
             return False, False
@@ -83,9 +83,9 @@ class AnswerComparison:
     servers seldom give odd answers: an endpoint fails if about half of its answers are odd.
 
     Clients' errors cause refusals (4xx) at all endpoints: a refusal is odd only if the last four answers of
-    most other endpoints are good. An endpoint fails at 16 odd refusals without a good answer between. Of one
-    flow at most four count, since one client may cause them, unless the endpoint refuses all flows that the
-    others answer.
+    most other endpoints are good. An endpoint fails at 16 odd refusals without a good answer between. At most
+    four refusals of a flow count, since one client may cause them, unless the endpoint refuses all flows that
+    the other endpoints answer.
     """
 
     def __init__(self, *, most_endpoints: int = _MOST_ENDPOINTS) -> None:

@@ -1,7 +1,7 @@
 """Chooses candidate endpoints for a request from the data of one replica.
 
-Admission calls it before each request is placed. The chooser reserves nothing: the script (`lua/place.lua`)
-makes the final choice among the candidates, by the live load.
+Admission calls the chooser before each request is placed. The chooser reserves nothing: the script
+(`lua/place.lua`) makes the final choice among the candidates, by the live load.
 """
 
 import logging
@@ -299,7 +299,7 @@ class EndpointChooser:
         """Decide whether to split `request`, whose decode endpoint will be one of `choice`; if so, add the
         candidates for its prefill. While no decode endpoint is known, a request may wait for one: its
         predicted times are unknown."""
-        self._forecasts.use()  # also to know when a prefill ends
+        self._forecasts.use()  # forecasts also say when a prefill ends
         states, scheduler = self._prefill_states, self._prefill_scheduler
         self._states.refresh()
         states.refresh()

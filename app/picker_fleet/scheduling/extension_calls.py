@@ -158,7 +158,7 @@ class Calls(Generic[R]):
             except BaseException as fault:  # also SystemExit, which would end the thread
                 result = _failure(fault)
             self._results.put((result, time.perf_counter() - began_s))
-            del arguments, result  # arguments may be large, and the next call may be far off
+            del arguments, result  # free large objects: the next call may be far off
 
 
 class Extensions:
@@ -214,7 +214,7 @@ def _scores(scorer: Scorer, pick: PickRequest, candidates: Sequence[EndpointStat
 
 
 def _reasons(keep: Filter, pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    reasons = keep(pick, tuple(endpoints))  # a copy, as for scores
+    reasons = keep(pick, tuple(endpoints))  # a copy, since the extension could change the list
     if reasons is None:
         return None
     given = tuple(islice(reasons, len(endpoints) + 1))

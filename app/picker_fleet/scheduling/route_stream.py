@@ -7,8 +7,8 @@ sample. No request waits for the stream.
 
 A replica adds its own routes and placements at once, and other replicas' routes and placements from the
 stream. All other records a replica takes from the stream, its own included, so all replicas see them in the
-same order. If such a record cannot be written at the second try, only the replica that made it counts it, so
-each replica keeps its own latencies up to date without Redis (G8).
+same order. If such a record cannot be written at the second try, only the replica that made the record counts
+it, so each replica keeps its own latencies up to date without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. Record of a route: `R`, length
 of the address (2 bytes), number of hashes (2 bytes), address, hashes (8 bytes each); the same with `S`
@@ -371,7 +371,7 @@ def unpack(body: bytes) -> list[Record]:
     """Decode the records of one entry.
 
     Raises:
-        ValueError: `body` is truncated or malformed.
+        ValueError: the entry's `body` is truncated or malformed.
     """
     found: list[Record] = []
     at = 0

@@ -20,7 +20,7 @@ LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: 
 # Part of the requests that take the slower choice if that is hardly slower. If the slower choice is predicted
 # to take n times as long, an n-th of this part takes it: exploring adds at most this part to the time.
 _EXPLORED: Final = 1 / 64
-_EXPLORED_UNKNOWN: Final = 1 / 8  # as _EXPLORED, until some fifty requests have shown that choice's time
+_EXPLORED_UNKNOWN: Final = 1 / 8  # as _EXPLORED, until some fifty requests have shown the choice's time
 
 
 class StageTimes(NamedTuple):

@@ -1,9 +1,9 @@
 """Sends every script call of a replica over one Redis connection, in batches; state/store.py calls it.
 
 Calls submitted while a message is in flight go out together in the next message; with no message in flight, a
-call goes out at the end of the event loop's turn. So under load batches grow, not the number of messages. For
-the same reason, while ends come at intervals shorter than `_BATCH_DELAY_S` on average, an end that is not
-urgent waits up to `_BATCH_DELAY_S` to share a message with an admission.
+call goes out at the end of the event loop's turn. So under load batches grow, not the number of messages.
+While ends come at intervals shorter than `_BATCH_DELAY_S` on average, an end that is not urgent waits up to
+`_BATCH_DELAY_S` to share a message with an admission.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
@@ -291,10 +291,8 @@ class BatchingClient:
         """Add one item to the next batch of script `name`; the returned future gets the item's reply,
         converted by `parse`. An `urgent` end is not delayed to share a message with an admission.
 
-        Raises (in the future):
-            StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
-            WritesRefused: Redis accepts no writes for now.
-            OtherFormat: the pool has another format.
+        The future raises:StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
+            WritesRefused: Redis accepts no writes for now. OtherFormat: the pool has another format.
             ScriptFailed: Redis answered this item with an error.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()

@@ -191,7 +191,7 @@ class RedisConnection(asyncio.Protocol):
         bytes.
 
         Raises:
-            one of DOWN: the connection cannot be made.
+            one of DOWN, if the connection cannot be made.
         """
         connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
@@ -385,7 +385,7 @@ class FailureDetector:
         self._silent_s = 0.0
         self._unanswered_s: float | None = None  # awake seconds since the first probe, if any
         self._answered_s: float | None = None  # awake seconds since the first answered probe
-        self._due = False  # whether time was up at the last `observe`; the next `observe` acts
+        self._due = False  # whether the last `observe` found the silence too long; the next acts
 
     @property
     def suspected(self) -> bool:

@@ -54,7 +54,7 @@ ERROR_REPLIES = (
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
-    ("ERR The user executing the script ", "denied"),  # the same message before Redis 7.2
+    ("ERR The user executing the script ", "denied"),  # an ACL failure, before Redis 7.2
     ("ERR unknown command", "denied"),
     ("ERR unknown subcommand", "denied"),
     ("ERR Unknown Redis command called from script", "denied"),

@@ -163,7 +163,7 @@ class _Tls(SSLConnection):
         tls = self.ssl_context
         files = [each for each in (tls.ca_certs, tls.certfile, tls.keyfile) if each]
         key = (*files, tls.cert_reqs, tls.check_hostname)
-        with contextlib.suppress(OSError):  # a file cannot be read: `super().connect` raises why
+        with contextlib.suppress(OSError):  # if a file cannot be read, `super().connect` raises why
             read = [(each.st_ino, each.st_mtime_ns) for each in map(os.stat, files)]
             if key not in _contexts or _contexts[key][0] != read:
                 tls.context = None

@@ -1,7 +1,7 @@
 """Defines the names and layouts that Python and Lua share: states, modes, refusals, records, rows.
 
 The loader (state/scripts.py) adds `lua_source()` to the library when it assembles it: constants become locals
-of the library, layouts become functions that pack and unpack. Script calls do no extra work for it.
+of the library, layouts become functions that pack and unpack. Script calls do no extra work for the schema.
 
 FORMAT is the version of this schema and of the keys (lua/lib/storage.lua). docs/upgrading.md says which
 changes need the next FORMAT number.

@@ -186,7 +186,7 @@ class Store:
         age_s: float = 0.0,
         prefill: str = "",
     ) -> asyncio.Future[AnyVerdict]:
-        """Admit a request: Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
+        """Admit a request; the answer is Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*',
         the call that grants the queued request also places it. `prefill`: candidates for the stage prefill in
@@ -381,7 +381,7 @@ class Store:
         return bool(changed == 1)
 
     async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
-        """Change settings for the whole fleet. Returns the new version; '' while the pool is unknown.
+        """Change settings fleet-wide. Returns the new version of live changes; '' while the pool is unknown.
 
         The argument `overrides` uses the setting names of `publish`; `note` has the same changes in the
         operator's words. The value None removes a change.
@@ -420,7 +420,7 @@ class Store:
         return str(version)
 
     async def nodes_of(self, kind: Literal["tenants", "tenant_changes"]) -> Mapping[str, str]:
-        """The nodes of one kind: path -> JSON."""
+        """The tenants' nodes of one kind: path -> JSON."""
         return {path: text async for path, text in fields_of(self._client, getattr(self.keys, kind))}
 
     async def tenants_version(self) -> str:
@@ -556,7 +556,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # if it failed, the next dispatches
+            if not call.cancelled() and call.exception() is None:  # if it failed, a later call dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self.replica).add_done_callback(finish)

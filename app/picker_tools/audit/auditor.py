@@ -34,7 +34,7 @@ class Report:
         return sum(finding.broken for finding in self.findings)
 
     def of(self, promise: str) -> Finding:
-        """The finding on a promise: G1 to G6, `log`, or, with tenants, `quotas`.
+        """The finding on `promise`, one of G1 to G6, `log`, and, with tenants, `quotas`.
 
         Raises:
             KeyError: no promise has this name.

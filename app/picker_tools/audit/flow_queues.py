@@ -62,8 +62,8 @@ class Service:
     since: Entry
     served: float
     claim: float
-    low: float  # the least value of b (see above) since the flow became backlogged
-    high: float  # the greatest value of a (see above) since the flow became backlogged
+    low: float  # the least b = W + claim − v since the flow became backlogged
+    high: float  # the greatest a = W − debt − v since the flow became backlogged
 
     @classmethod
     def begin(cls, since: Entry, tag: float, v: float, largest: float) -> "Service":

@@ -151,7 +151,7 @@ class LogUnreadable(PickerError):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Consecutive log entries. `trimmed`: the stream's cap may have trimmed entries just before them."""
+    """Consecutive log entries. `trimmed`: the stream's cap may have trimmed entries just before the page."""
 
     entries: list[dict[str, str]]
     trimmed: bool

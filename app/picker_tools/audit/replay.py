@@ -102,7 +102,7 @@ class Rules(msgspec.Struct, frozen=True):
     def ready(self, upper: float) -> int | None:
         """The number of ready endpoints that gives the upper bound `upper`; None if unknown.
 
-        If endpoints have different limits, it is the largest number that may give `upper`.
+        If endpoints have different limits, the result is the largest number that may give `upper`.
         """
         found = [self.default_cap, *self.caps.values()]
         if self.default_token_cap < math.inf:

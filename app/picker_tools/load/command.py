@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the arguments conflict with each other or with the fleet.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:  # fail before the run, not after it
+    if find_spec("matplotlib") is None:  # the plots need matplotlib: without it, fail before the run
         raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(

@@ -291,7 +291,7 @@ def _is_ip(host: str) -> bool:
 
 def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
     """The Envoy cluster of the pool `name`; `settings` are the fleet's settings."""
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # not on all systems
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # some systems lack this option
     lost = [] if option is None else [_part("lost_data", level=socket.IPPROTO_TCP, name=option)]
     return _part(
         "pool",
@@ -456,7 +456,7 @@ class _Manager:
             pool_metadata=_pairs(naming),
             balances=balances,
             namespace=namespace,
-            served_namespace=[namespace] if is_standard else [],  # has the name of the serving endpoint
+            served_namespace=[namespace] if is_standard else [],  # names the serving endpoint
             answer="SEND" if is_standard else "SKIP",
             answer_body="FULL_DUPLEX_STREAMED" if is_standard else None,
             # Each header that is forwarded to the picker costs time. But in mode `standard` gateways forward

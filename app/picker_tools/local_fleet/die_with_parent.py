@@ -4,8 +4,8 @@
 Makefile starts `picker up` by this program, so that the fleet stops with `make`. Linux sends the signal to a
 child that has requested it by prctl. A pre-exec hook would run Python between fork and exec, in a process
 that may have copied locks of other threads. So this program requests the signal after its own exec and then
-execs COMMAND, which keeps process id and request. On systems other than Linux it only execs COMMAND. It
-imports nothing of the package, so that it starts without site-packages in a few milliseconds.
+execs COMMAND, which keeps process id and request. On systems other than Linux the program only execs COMMAND.
+The program imports nothing of the package, so that it starts without site-packages in a few milliseconds.
 """
 
 import ctypes

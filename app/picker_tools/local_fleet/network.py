@@ -29,7 +29,7 @@ def free_port() -> int:
 def ensure_free(wanted: Mapping[int, str]) -> None:
     """Check that each port in `wanted` is free; `wanted` maps a port to its purpose and option.
 
-    Parts of a fleet do not check this: Envoy, for example, would share a port with another Envoy.
+    A fleet's parts do not check ports: an Envoy, for example, would share a port with another Envoy.
 
     Raises:
         StartupError: ports are in use or not allowed; the message has a line for each such port.

@@ -106,8 +106,8 @@ _LISTENING = re.compile(r"listening on http://(\S+:\d+)")
 
 
 class Simulator:
-    """Simulator number `number`. It serves the first of `models` as base model, the rest as adapters. `role`
-    is the value of its label `llm-d.ai/role`; '' if it has no such label."""
+    """Simulator number `number`, which serves the first of `models` as base model, the rest as adapters.
+    `role` is the value of the simulator's label `llm-d.ai/role`; '' without this label."""
 
     def __init__(self, number: int, options: SimOptions, models: Sequence[str], role: str = "") -> None:
         self.name = f"endpoint-{number}"

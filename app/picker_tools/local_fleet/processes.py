@@ -26,7 +26,7 @@ class Report:
     """Prints lines to `console` (by default stdout), and flushes each line at once."""
 
     def __init__(self, console: "Console | None" = None) -> None:
-        from rich.console import Console  # needs an extra, which `picker envoy-config` does without
+        from rich.console import Console  # rich comes with an extra; `picker envoy-config` runs without it
 
         self._console = console or Console(highlight=False)
 

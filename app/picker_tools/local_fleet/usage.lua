@@ -1,6 +1,6 @@
 -- Envoy's Lua filter in the modes `lean` and `http`: reads token usage, ids and errors in the answers of model servers,
--- for the access log (accesslog.py). It passes each chunk of an answer on at once and unchanged. A server may send
--- anything: the work grows linearly with the bytes, and at most LONGEST bytes are kept between two chunks.
+-- for the access log (accesslog.py). The filter passes each chunk of an answer on at once and unchanged. A server may
+-- send anything: the work grows linearly with the bytes, and at most LONGEST bytes are kept between two chunks.
 --
 -- bootstrap.py puts EVENTS and ANSWER before this text: the keys to read in the JSON of each event of a stream and of a
 -- whole answer, nested like the JSON, with their keys in the metadata. The filter reads only keys at exactly these

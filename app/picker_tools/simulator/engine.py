@@ -271,7 +271,7 @@ class Engine:
         preemptions = self._preemptions
         grown = []
         for sequence, tokens in step.tokens.items():
-            if sequence.phase is not Phase.RUNNING:  # an older sequence preempted it, or it was abandoned
+            if sequence.phase is not Phase.RUNNING:  # the sequence was preempted or abandoned
                 continue
             sequence.computed_tokens += tokens
             if sequence.computed_tokens == sequence.context_tokens and self.grow(sequence, 1):

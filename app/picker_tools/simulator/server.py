@@ -259,7 +259,7 @@ class ModelServer:
 
     def _change(self, body: bytes) -> None:
         """Change slowdown or batch size as `body` says: `{"slowdown": 3, "max_num_seqs": 8}`. Running
-        sequences continue. The body `{"pulled": ID}` frees KV blocks kept for a decode server.
+        sequences continue. The key `pulled` names KV blocks, kept for a decode server, to free.
 
         Raises:
             ApiError: status 400 for a bad value, or if speed or size of a server that started without a

@@ -68,7 +68,7 @@ class KeptBlocks:
 
 
 class Link:
-    """A decode server's network port. It carries one transfer after another, at `gb_s` · 10⁹ bytes/s."""
+    """A decode server's network port, which carries one transfer after another, at `gb_s` · 10⁹ bytes/s."""
 
     def __init__(self, gb_s: float) -> None:
         self._token_s = KV_BYTES_PER_TOKEN / (gb_s * 1e9)

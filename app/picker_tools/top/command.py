@@ -79,7 +79,7 @@ def _clock(at: float) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a table. It shows the attribute `key` of each row, and sorts rows by this attribute."""
+    """A column of a table, which shows the attribute `key` of each row, and sorts rows by it."""
 
     title: str
     key: str

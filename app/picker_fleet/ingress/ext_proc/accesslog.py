@@ -221,7 +221,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         return None
     if kind == _ATTEMPT_END and PLACED_HEADER in entry.response.response_headers:
         return _answered(entry)
-    metadata = common.metadata.filter_metadata  # empty in an entry about one attempt
+    metadata = common.metadata.filter_metadata  # an entry about one attempt has no metadata
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
         fields = check.fields
@@ -246,7 +246,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
             accounting_token.prefill_of(token)[0] != ""
             and _ttft_s(common.custom_tags.get(TTFT_TAG, "")) is not None
         )
-        sent_bytes = entry.response.response_body_bytes if status == 200 else 0  # 0 for a WebSocket (101)
+        sent_bytes = entry.response.response_body_bytes if status == 200 else 0  # a WebSocket (101) counts 0
         return Alive(request_id, served, token, is_prefilled, sent_bytes)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
@@ -293,7 +293,7 @@ def _is_late(entry: Any) -> bool:
 
 def _answered(entry: Any) -> Completion | None:
     """The request whose whole answer the endpoint has sent, whether or not the client has read the answer.
-    None if the request was not placed, or if its answer was cut off or has no body: Envoy may then retry.
+    None if the request was not placed, or if Envoy may retry, since the answer was cut off or has no body.
     """
     common, status = entry.common_properties, entry.response.response_code.value
     request_id, _, token = entry.response.response_headers[PLACED_HEADER].partition(f" {TOKEN_MARK}")

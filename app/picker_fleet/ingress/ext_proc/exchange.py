@@ -131,7 +131,7 @@ class Exchange:
         """Answer Envoy's next message about a response. Returns answers, and whether the exchange is done.
 
         Raises:
-            RpcError: `data` is not a ProcessingRequest.
+            RpcError: the message `data` is not a ProcessingRequest.
         """
         message = _read(data, self._charge)
         return self._pass_on(message.WhichOneof("request"), message), self.done

@@ -237,7 +237,7 @@ class _Connection(asyncio.Protocol):
             self._context.open_requests.ended()
         self._arriving = False
 
-    # The HTTP parser calls the following methods. If one raises, `feed_data` raises HttpParserCallbackError.
+    # The HTTP parser calls the following methods; `feed_data` raises HttpParserCallbackError if one fails.
 
     def on_message_begin(self) -> None:
         if self._task is not None or self._is_whole:
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
             self._headers.setdefault(known, value)
 
     def _check_head(self) -> None:
-        """Refuse headers or trailers that are too large; `data_received` refuses an endless one."""
+        """Refuse headers or trailers that are too large; `data_received` refuses an endless header."""
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._fail(_head_too_large())
 
