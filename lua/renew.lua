@@ -4,10 +4,10 @@
 --
 -- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
 -- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
--- token restores no more stock than an admission takes, and restores only to an endpoint that the pool knows (G1). A
--- token from an access log proves less, since a client may have copied it: such a token restores a request only (1)
--- while the pool may lack records (pool.may_lack_records), (2) if the request was reclaimed without a report of its
--- end, or (3) if the request was admitted without Redis, less than the length of a lease and 10 s ago.
+-- token takes no more of the pool's stock than an admission does, and restores a request only on an endpoint that the
+-- pool knows (G1). A token from an access log proves less, since a client may have copied it: such a token restores a
+-- request only (1) while the pool may lack records (pool.may_lack_records), (2) if the request was reclaimed without a
+-- report of its end, or (3) if the request was admitted without Redis, less than the length of a lease and 10 s ago.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving

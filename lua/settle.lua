@@ -85,9 +85,9 @@ local function settle(args)
     local ghost, page_ms
     if has_ghosts and r.state == STATE_PLACED then ghost, page_ms = ghost_in_place_of(r) end
     finish_request(r, outcome)
-    -- The restored request may have ended, too; the report of its end must then restore the next ghost. So the
-    -- restoration is no sign of life: the request's lease begins at the metrics page, except that at least half of the
-    -- lease is left.
+    -- The restored request may have ended, too; the report of its end must then restore the next request that the sweep
+    -- reclaimed by mistake. So the restoration is no sign of life: the request's lease begins at the metrics page,
+    -- except that at least half of the lease is left.
     if ghost then
       local seen_ms = math.max(page_ms - 1, now_ms - settings.lease_ms / 2)
       restore_placed(ghost, seen_ms + settings.lease_ms)

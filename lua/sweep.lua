@@ -10,10 +10,10 @@
 -- args[1] the calling replica
 -- args[2] interval_ms   args[3] grace_ms: how long a silent replica's queued requests wait for adoption
 -- args[4] idle_ms: a workload that is idle for this long is forgotten
--- args[5] unseen_ms: a placed request without a renewal for this long may be a ghost
+-- args[5] unseen_ms: a placed request without a renewal for this long may have ended without a report
 --
--- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
---   endpoints whose metrics pages may show ghosts}
+-- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), reclaimed ghosts,
+--   endpoints whose metrics pages may show that further requests have ended without a report}
 
 -- Limits of the work of one sweep call.
 local CHUNK = 32 -- most requests that a call ends, orphans or reads
@@ -131,7 +131,7 @@ end
 -- than a request's last renewal, both pages count the request if it still runs. If the pool counts more requests on the
 -- endpoint than both pages, reclaim the excess among such silent requests, the longest silent first. For a request
 -- whose client is reported gone, only the last page must be newer, by REPORTED_TRANSIT_MS. Return the number of
--- reclaimed requests, and the endpoints whose pages may show more ghosts.
+-- reclaimed requests, and the endpoints whose pages may show more such requests.
 local function reclaim_ghosts(unseen_ms, limit)
   local found = silent_requests(unseen_ms, limit)
   if #found == 0 then return 0, {} end

@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim that `measured` compares with `limit` as `sign` (a key of _COMPARE) says."""
+    """A claim about a figure: `measured`, compared with `limit` by `sign` (a key of _COMPARE)."""
 
     what: str
     measured: float

@@ -118,8 +118,8 @@ local GUARD_CREDIT = 1 - 1e-9 -- credit for one guard dispatch; not 1, since ten
 
 -- Grant request r: remove r from the queue, add `take` to the stock, notify the owner. Also place r if any endpoint
 -- will do, so that the owner need not ask for a placement. `turn_of`: the flow queue whose turn it is; nil if the
--- starvation guard chose r. `picks`: how many requests this call may still place. `blocker`: whose room r is to take,
--- if any.
+-- starvation guard chose r. `picks`: how many requests this call may still place. `blocker` (throttle.lua): the
+-- endpoint whose room r is to take, if any.
 local function grant(r, tag, take, turn_of, picks, blocker)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag

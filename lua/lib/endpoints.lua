@@ -274,7 +274,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   end
 
   -- Return how many more requests, or tokens under `token_caps`, may be granted before every ready endpoint is at its
-  -- limit. A granted request that is not placed yet also takes a slot. Call it only if endpoints have limits.
+  -- limit. A granted request that is not placed yet also takes a slot. Callable only if endpoints have limits.
   function stage.free_slots()
     local left, placed, granted = 0, 0, read('ZCARD', key.inflight)
     local amounts = is_decode and settings.token_caps and stage.amounts(stage.counted())

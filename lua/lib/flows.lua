@@ -511,7 +511,7 @@ do
   end
 
   -- If `blocker` (throttle.lua) has room, put the first throttled flow queue that waits for it back in order. Flow
-  -- queues before it may be in order, but below a throttled tenant.
+  -- queues before that one may be in order, but below a throttled tenant.
   local ROOM_LOOKS_AT = 64
   function queue.use_room(blocker)
     if not (throttle.is_used() and throttle.has_room(blocker)) then return end
@@ -524,8 +524,8 @@ do
     end
   end
 
-  -- Request r, granted for the room of `blocker`, is placed, queued again or ended. Room that it has left free goes to
-  -- another request. If it is on none of its flow queue's blockers, the next request may not need them, either.
+  -- Request r, granted for the room of `blocker`, is placed, queued again or ended. Room that r has left free goes to
+  -- another request. If r is on none of its queue's blockers, the next request may not need the blockers, either.
   function queue.decided(r, blocker)
     local band, flow_queue = r.band, queue.flow_queue(r)
     local tag = r.state ~= STATE_QUEUED

@@ -41,7 +41,7 @@ do
     log_flow_queue('throttled', band, flow_queue, tag)
   end
 
-  -- Remove a flow queue or inner node from the throttled members. Return its start tag; nil if it was not throttled.
+  -- Remove a throttled flow queue or inner node. Return the member's start tag; nil if it was not throttled.
   function throttle.remove(band, flow_queue)
     local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return nil end
@@ -133,8 +133,8 @@ do
     defer_write('ZADD', key.pending, 0, joined(blocker, r.id))
   end
 
-  -- A granted request is about to be placed, queued again or ended. Return the blocker for whose room it was granted,
-  -- which no longer counts it; nil if there is none.
+  -- A granted request is about to be placed, queued again or ended. Return the blocker for whose room the request was
+  -- granted, which no longer counts the request; nil if there is none.
   function throttle.decide(r)
     local blocker = r.endpoints
     if r.state ~= STATE_GRANTED or blocker == '' then return nil end

@@ -71,8 +71,8 @@ do
     return page_ms, r
   end
 
-  -- Return the record of a ghost for which `is_mistaken(page_ms, record)` holds, and page_ms; or nil. Also drop old and
-  -- damaged ghosts.
+  -- Return the record of a reclaimed request (a ghost) for which `is_mistaken(page_ms, record)` holds, and page_ms; or
+  -- nil. Also drop old and damaged ghosts.
   function tombstones.find_ghost(is_mistaken)
     local found = read('HGETALL', key.ghosts)
     for i = 1, #found, 2 do
@@ -86,8 +86,8 @@ do
     end
   end
 
-  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`, and old ghosts. Return whether more
-  -- ids or ghosts may be left to drop.
+  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`, and old records of `ghosts`. Return
+  -- whether more ids or records may be left to drop.
   function tombstones.expire(most)
     tombstones.find_ghost(function() return false end)
     local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)

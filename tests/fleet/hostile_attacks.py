@@ -563,8 +563,8 @@ def _reported(request_id: str, endpoint: str, token: str = "", status: int = 0) 
 
 
 async def _report(target: Target, number: int) -> str:
-    """Report failed connections of others' requests and of an own one; other endpoints than its own as full;
-    and its end, with its token, a hundred times."""
+    """Report failed connections of others' requests and of a request of its own; report other endpoints as
+    full; and report the end of its own request, with the token, a hundred times."""
     listed = await _list(target, "inflight")
     if isinstance(listed, str):
         return listed

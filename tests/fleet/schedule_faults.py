@@ -167,7 +167,7 @@ KINDS: dict[str, Callable[["World", "Node", Fault], Any]] = {
     "disk full": _refusing("min-replicas-to-write"),
 }
 LOSING_WRITES = {"restart", "failover"}
-APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # some replicas may miss these
+APART = {"partition", "stall", "cut", "disk full", "silent", "lost replies"}  # not all replicas may notice
 
 FIRST_SEED = 600
 LEASE_S = 12.0

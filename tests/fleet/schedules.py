@@ -102,7 +102,7 @@ class Schedule(NamedTuple):
             at_s, kind = round(dice.uniform(_BEGIN_S, _END_S), 2), dice.choice(kinds)
             replica, lasts_s = dice.randrange(REPLICAS), dice.choice((0.3, 1.5, 5.0)) * dice.uniform(0.6, 1.4)
             if kind == "stop" and seed >= FIRST_SEED:
-                lasts_s *= 3.0  # so that other replicas return to Redis earlier
+                lasts_s *= 3.0  # other replicas return to Redis before this one continues
             return Fault(at_s, kind, replica, round(lasts_s, 2))
 
         kinds = dice.sample(sorted(KINDS), dice.randint(1, 3))

@@ -20,7 +20,7 @@ def test_the_seeds_of_this_file_cover_every_fault_and_configuration() -> None:
     assert {each.mode for each in schedules} == {"lean", "standard", "http"}
 
 
-def test_a_schedule_in_which_the_bound_is_exceeded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_reports_more_requests_in_flight_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "_most_running", lambda *_: BOUND - 1)
     assert "G1, G8: stock 6 at" in failure(Schedule(1, "lean", ()))
 

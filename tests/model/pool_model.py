@@ -422,8 +422,8 @@ class PoolModel:
         return reply
 
     def _decided(self, r: Request, blocker: str) -> None:
-        """Pass on room that r, granted for the room of `blocker`, leaves free. If r is on none of its flow
-        queue's blockers, its next request may not need them, either."""
+        """Pass on room that r, granted for the room of `blocker`, leaves free. If r is placed on none of its
+        flow queue's blockers, the next request may not need the blockers, either."""
         if r.state != "queued":
             is_on_blocker = self.queue.served(r, (first(r.endpoints), f"={first(r.prefillers)}"))
             if r.state == "placed" and not is_on_blocker:

@@ -283,7 +283,7 @@ class QueueModel(PoolModel):
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
         """The answers: whether the sweep ran, numbers of expired and reclaimed requests, whether more work is
-        left, the number of ghosts (here 0), and the endpoints of suspect requests."""
+        left, how many requests metrics pages reclaim (here 0), and the endpoints of suspect requests."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not (self._more or self._suspected):

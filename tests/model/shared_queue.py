@@ -49,7 +49,7 @@ def throttled_of(band: BandQueue[Request]) -> dict[str, float]:
 
 
 class SharedQueue(FairQueue[Request]):
-    """A FairQueue that also corrects charges, rebases tags, and is reordered by the sweep. It calls
+    """A FairQueue that also corrects charges, rebases tags, and is reordered by the sweep. The queue calls
     `log(event, child)` when a flow queue or an inner node is throttled or unthrottled."""
 
     def __init__(

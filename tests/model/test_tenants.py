@@ -119,7 +119,7 @@ def test_a_refusal_names_the_limit_for_which_a_request_must_wait_longest(side: S
         assert pool.admit(f"more {asked}")[0].startswith(f"refused {told}\x1f")
 
 
-def test_a_request_that_expires_hears_of_the_limit_for_which_it_waited(side: ScriptSide) -> None:
+def test_the_answer_to_an_expired_request_names_the_limit_for_which_it_waited(side: ScriptSide) -> None:
     nodes = {"a": {"limits": [limit("requests", 2, 60_000)]}, "b": {"limits": [limit("requests", 9, 60_000)]}}
     pool = pool_of(side, nodes, upper_per=3)
     pool.admit("one flow=a/x, two flow=a/y, runs flow=b/x")
@@ -137,7 +137,7 @@ def test_a_request_that_expires_hears_of_the_limit_for_which_it_waited(side: Scr
     assert audit(side.log()).violations == 0
 
 
-def test_a_request_that_expires_behind_a_larger_request_hears_of_the_limit(side: ScriptSide) -> None:
+def test_the_answer_to_a_request_that_expired_behind_a_larger_one_names_the_limit(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, 60_000), limit("requests", 9)]}}, **ROOMY)
     pool.admit("runs flow=a/x prompt_tokens=60")
     pool.admit("large flow=a/x prompt_tokens=90")

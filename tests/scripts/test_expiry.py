@@ -41,7 +41,7 @@ async def test_a_waiting_request_is_answered_at_its_ttl(fleet: OpenFleet) -> Non
 
 
 @pytest.mark.parametrize("learns", ["by a notification", "by its own timer"])
-async def test_a_request_that_waits_for_a_limit_until_its_ttl_is_told_the_limit(
+async def test_the_answer_to_a_request_that_waited_its_ttl_for_a_limit_names_the_limit(
     fleet: OpenFleet, learns: str
 ) -> None:
     limit = {"unit": "requests", "amount": 1, "per_ms": 3_600_000}

@@ -73,7 +73,7 @@ async def test_the_oldest_requests_are_reclaimed_if_two_metrics_pages_count_fewe
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 
 
-async def test_a_request_whose_answer_stops_midway_is_a_ghost_until_it_goes_on(fleet: OpenFleet) -> None:
+async def test_a_reclaimed_request_whose_answer_goes_on_is_restored(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
 
         async def renewed() -> set[str]:
@@ -93,7 +93,7 @@ async def test_a_request_whose_answer_stops_midway_is_a_ghost_until_it_goes_on(f
         assert await renewed() == {"r"}
 
 
-async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fleet: OpenFleet) -> None:
+async def test_a_request_newer_than_both_pages_gets_no_other_reclaimed(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # renewed too long ago, but both pages count the request
@@ -103,7 +103,7 @@ async def test_a_request_newer_than_the_metrics_pages_makes_no_other_a_ghost(fle
         assert await counted(it) == {"alive", "new"}
 
 
-async def test_invalid_pages_and_pages_from_the_future_make_no_request_a_ghost(fleet: OpenFleet) -> None:
+async def test_invalid_pages_and_pages_from_the_future_reclaim_no_request(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await seen(it, "r", ago_s=10)

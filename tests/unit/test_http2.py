@@ -899,7 +899,7 @@ async def test_a_connection_with_few_requests_is_served_before_one_with_many(is_
         assert order.index(1001) < 50
 
 
-async def test_a_flood_on_a_new_connection_waits_while_connections_answered_before_are_served() -> None:
+async def test_a_flood_on_a_new_connection_waits_while_connections_with_earlier_answers_are_served() -> None:
     limits = Limits(strangers_work=1)
     async with serving(limits=limits) as server, server.peer() as gateway, server.peer() as stranger:
         await gateway.send(gateway.request(1))

@@ -379,7 +379,7 @@ def test_the_report_has_figures_by_source_and_links_plots_beside_it(tmp_path: Pa
     assert summary["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]
 
 
-def test_the_load_report_shows_a_broken_promise_with_the_evidence(
+def test_the_load_report_shows_the_requests_that_broke_a_guarantee(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = (refusal("client-1", reason="a|b"), refusal("client-2"), *run().answers[2:])

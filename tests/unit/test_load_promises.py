@@ -113,7 +113,7 @@ def test_the_check_of_a_promise_finds_the_case_that_breaks_it(
 
 def test_every_promise_of_a_scenario_has_a_run_that_breaks_it() -> None:
     planted = {name for name, _, _ in FAULTS}
-    # test_audit.py breaks those of the decision log; the first three show whether other checks are possible.
+    # test_audit.py breaks the promises `log` and G1 to G6; the first three say whether other checks can run.
     spared = {"overloaded", "faults-happened", "load-as-planned", "log", *(f"G{n}" for n in range(1, 7))}
     assert planted | spared >= GENERAL_CHECKS.keys() | SCENARIO_CHECKS.keys()
     assert {name for scenario in SCENARIOS.values() for name in scenario.promises} == SCENARIO_CHECKS.keys()

@@ -143,7 +143,7 @@ async def test_a_request_over_its_tenants_limit_waits_and_others_pass() -> None:
     assert gate.free == 95.0
 
 
-async def test_a_request_that_waits_for_a_limit_until_its_ttl_is_told_the_limit() -> None:
+async def test_the_answer_to_a_request_that_waited_its_ttl_for_a_limit_names_the_limit() -> None:
     gate, quotas = gate_of(tree(acme={"limits": [{"requests": 1, "per": "1h"}]}))
     assert await start(gate, "runs", flow="acme/x")
     [late] = await waiting(gate, "late", flow="acme/y", ttl_s=0.05)
@@ -156,7 +156,7 @@ async def test_a_request_that_waits_for_a_limit_until_its_ttl_is_told_the_limit(
     assert quotas.charges.keys() == {"runs"}
 
 
-async def test_a_request_that_expires_behind_a_larger_request_is_told_the_limit() -> None:
+async def test_the_answer_to_a_request_that_expired_behind_a_larger_request_names_the_limit() -> None:
     gate, _ = gate_of(tree(acme={"limits": [{"tokens": 100, "per": "1h"}]}))
     assert await start(gate, "runs", flow="acme/x", prompt_tokens=60)
     [large] = await waiting(gate, "large", flow="acme/x", prompt_tokens=90)
