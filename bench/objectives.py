@@ -1,11 +1,11 @@
 """`python -m bench.objectives CASE` compares goodput under latency objectives with least-loaded picking.
 
 The simulation of bench/stages.py with eight whole servers. Least-loaded picking takes the endpoint with the
-fewest requests. Its 60th percentiles of the time to the first token and of the time per further token, for
-short and for long prompts, become the objectives. Then the requests are sheddable and carry the objectives:
-the scorer `slo-headroom` chooses, and requests that no endpoint can serve in time are refused. The figure is
-the number of requests that met their objectives, relative to least-loaded picking at the same rate. Without
-CASE all cases run. Each case replaces its section in bench/results/objectives.md.
+fewest requests. The 60th percentiles of its times to the first token and per further token, for short and for
+long prompts, become the objectives. Then the requests are sheddable and carry the objectives: the scorer
+`slo-headroom` chooses, and requests that no endpoint can serve in time are refused. The figure is the number
+of requests that met their objectives, relative to least-loaded picking at the same rate. Without CASE all
+cases run. Each case replaces its section in bench/results/objectives.md.
 """
 
 import sys

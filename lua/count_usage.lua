@@ -13,8 +13,8 @@
 -- args[5] the hour of the replica's batch before this one; 0 if there is none
 -- args[6] and further: for each row leaf, model, then the figures of `Usage` (picker_fleet/state/reads.py)
 --
--- Returns 'counted', or 'known' for a repeated batch. Either call stores `args[2] TIME_MS args[4]` for the replica. If
--- Redis has lost the replica's batch before this one, the call stores for the replica '' when it noticed the loss.
+-- Returns 'counted', or 'known' for a repeated batch; in either case stores `args[2] TIME_MS args[4]` for the replica.
+-- If Redis has lost the replica's batch before this one, the call stores for the replica '' when it noticed the loss.
 
 local ROW, FIRST, FIGURES = 8, 6, 6
 local MOST_ROWS = 100000

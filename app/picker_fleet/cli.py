@@ -1,4 +1,4 @@
-"""The command `picker`. It imports a subcommand's module only to run that subcommand; `check` is here."""
+"""The command `picker`, which imports a subcommand's module only to run that subcommand; `check` is here."""
 
 import argparse
 import contextlib

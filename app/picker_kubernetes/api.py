@@ -261,9 +261,9 @@ class Reflector(Generic[Kind]):
     """Keeps a copy of the objects of a collection, by name.
 
     A reflector lists the objects once, then watches from the list's version, also after watch timeouts and
-    server outages. It lists again only if the server no longer has that version (status 410), and then
-    accepts no list older than `items`. It keeps `items` while the server is unreachable, and calls
-    `on_change` after each change of `items`. It logs and skips an object that cannot be decoded.
+    server outages. The reflector lists again only if the server no longer has that version (status 410), and
+    then accepts no list older than `items`. The reflector keeps `items` while the server is unreachable, and
+    calls `on_change` after each change of `items`. An object that cannot be decoded is logged and skipped.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def _members(path: str, amounts: Mapping[Kind, float]) -> dict[str, Any]:
 
 
 def _is_valid(amounts: Mapping[Kind, float]) -> bool:
-    """Whether limits may have these amounts."""
+    """Whether a node's limits may have the amounts `amounts`."""
     try:
         Node.model_validate(_members("", amounts))
     except ValidationError:
@@ -116,7 +116,7 @@ def _lowered_to_parents(nodes: Nodes) -> Iterator[str]:
 
 
 def _bounds(amounts: Mapping[Kind, float]) -> dict[Kind, Limit | Budget]:
-    """Those limits and budgets among `amounts` that have a period; they need not be valid."""
+    """The limits and budgets in `amounts` that have a period; amounts need not be valid."""
     limit: Callable[..., Limit] = Limit.model_construct
     budget: Callable[..., Budget] = Budget.model_construct
     return {
@@ -196,7 +196,7 @@ class _LiteLlm:
         return nodes
 
     def _node(self, settings: Object, path: str, kind: str) -> dict[Kind, float]:
-        """The node of a team or key. Its settings may be in a budget table that several keys share."""
+        """The node of a team or key. The settings may be in a budget table that several keys share."""
         table = mapping(settings.get("litellm_budget_table"), f"{kind}: litellm_budget_table of {path}")
         own = {key: value for key, value in settings.items() if value is not None}
         given: dict[str, Any] = {key: value for key, value in table.items() if key in _SETTINGS} | own

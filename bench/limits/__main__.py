@@ -2,8 +2,8 @@
 
 Each case runs a local fleet in front of simulated model servers whose steps take the times that were measured
 for vLLM (app/picker_tools/simulator/batch.py). A search finds the static bound (requests in flight for each
-endpoint) with the highest throughput. Then new fleets run alternately with this bound and with no setting at
-all, and count from the 20th second on. Without CASE all cases run. Each case replaces its section in
+endpoint) with the highest throughput. Then new fleets run alternately with the best bound and with no setting
+at all, and count from the 20th second on. Without CASE all cases run. Each case replaces its section in
 bench/results/limits.md. `--go FILE` compares with the Go picker's detectors instead (beside_go.py).
 """
 

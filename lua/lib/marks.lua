@@ -156,8 +156,8 @@ do
     end
   end
 
-  -- Compute the bounds of the stock. `adaptive`: both bounds are the sum of the ready endpoints' limits. Otherwise both
-  -- bounds are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
+  -- Compute the bounds of the stock. If `adaptive`, both bounds are the sum of the ready endpoints' limits, else both
+  -- are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
   function marks.update_bounds()
     local caps, default_cap = settings.token_caps or settings.caps, settings.default_token_cap or settings.default_cap
     local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end

@@ -4,10 +4,10 @@
 -- the next request (lib/quotas.lua). The key `throttled:B` holds the start tags of throttled members in band B.
 --
 -- A flow queue that waits for room on endpoints keeps their names, its blockers, until it is empty: in the key
--- `blockers`; the key `blocked:B:E` has the flow queues of band B with the blocker E. Such a flow queue is granted only
--- as many requests as its blockers have room for, so no request loses the race for the last slot to a later request of
--- its flow (G4). Until a granted request is placed, queued again or ended, it takes its blocker's room: its record
--- names the blocker as the endpoint, and the key `pending` lists it.
+-- `blockers`; the key `blocked:B:E` has the flow queues of band B with the blocker E. A flow queue with blockers is
+-- granted only as many requests as its blockers have room for, so no request loses the race for the last slot to a
+-- later request of its flow (G4). Until a granted request is placed, queued again or ended, it takes its blocker's
+-- room: its record names the blocker as the endpoint, and the key `pending` lists it.
 --
 -- Uses the stages from lib/endpoints.lua, records from lib/registry.lua, and `order`. Defines `throttle`.
 

@@ -72,7 +72,7 @@ do
   end
 
   -- Return the record of a reclaimed request (a ghost) for which `is_mistaken(page_ms, record)` holds, and page_ms; or
-  -- nil. Also drop old and damaged ghosts.
+  -- nil. Also drop old and damaged records of `ghosts`.
   function tombstones.find_ghost(is_mistaken)
     local found = read('HGETALL', key.ghosts)
     for i = 1, #found, 2 do

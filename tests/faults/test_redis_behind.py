@@ -122,7 +122,7 @@ async def test_operators_changes_that_the_restored_state_lacks_are_made_again(
         await until(lambda: seen({KEY: 99}, second))
         restore()
 
-        # The replicas make these changes again in Redis.
+        # The replicas make the operator's changes again in Redis.
         async def made_again() -> bool:
             live, marks = await a.store.live_config(), await a.store.marks()
             return live.overrides == {"flow_capacity": 99} and marks == {("drained", second)}

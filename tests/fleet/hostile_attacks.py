@@ -119,7 +119,7 @@ async def _connected(
     async with asyncio.timeout(_PATIENCE_S):
         connecting = socket.socket()
         connecting.setblocking(False)
-        # Otherwise each bind searches thousands of used ports, which stops the whole machine's connections.
+        # Without it each bind searches thousands of used ports, which stops the whole machine's connections.
         connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
         connecting.bind((ADDRESS, 0))
         try:
@@ -505,7 +505,7 @@ async def _wake(target: Target, number: int) -> str:
 
 
 async def _abandon(after_s: float, target: Target, number: int) -> str:
-    """Begin a thousand requests on one connection. Reset them after `after_s`, or end the connection."""
+    """Begin a thousand requests on one connection; reset them after `after_s`, or end the connection."""
     async with _connected(target, "grpc") as (_, writer):
         writer.transport.set_write_buffer_limits(0)
         writer.write(_begun(_calling, 1000, _HEAD if number % 2 else b""))

@@ -1,5 +1,5 @@
 """`hostile_servers.py big|slow ADDRESS` is a model server whose metrics page is oversized (`big`) or arrives
-one byte at a time (`slow`). Such a server answers requests with valid JSON that has no completion.
+one byte at a time (`slow`). The server answers requests with valid JSON that has no completion.
 """
 
 import asyncio

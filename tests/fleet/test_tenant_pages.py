@@ -74,7 +74,7 @@ async def test_operators_see_and_change_tenants_and_export_their_usage(fleet: An
     async with dashboard(here) as page:
         await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 2")
         await page.page.click("#rows-tenants tr:first-child button")
-        # Then acme/* and acme/.. are shown. A browser would read the children of `acme/..` at the root.
+        # The page shows acme/* and acme/.. too; a browser would read the children of `acme/..` at the root.
         await page.until("() => document.querySelectorAll('#rows-tenants tr').length === 4")
         assert await page.page.locator("#rows-tenants button:visible").count() == 2
         shown = (await page.text("#rows-tenants")).replace("\u202f", " ")

@@ -154,7 +154,7 @@ def _locust(url: str, seconds: int, folder: Path) -> _Job:
     return command, read
 
 
-# Each of these tools runs one process per tenant.
+# The tools that run one process per tenant.
 _TOOLS = {"guidellm": _guidellm, "aiperf": _aiperf, "inference-perf": _inference_perf}
 _NAMES = ("locust", *_TOOLS)
 _LOCUST_SEES = {("noisy", "Default"), ("quiet", "Default")}  # Locust's scenario has no objectives
@@ -178,7 +178,7 @@ def check_tool(name: str, url: str, admin: str, seconds: int, findings: Findings
     pairs: set[tuple[str, str]] = set()
     try:
         counts = asyncio.run(_load(name, url, admin, seconds, pairs))
-    except Exception as fault:  # such as an incomplete report because no request was answered
+    except Exception as fault:  # for example, no request was answered, so a report is incomplete
         causes = fault.exceptions if isinstance(fault, ExceptionGroup) else (fault,)
         findings.check(f"{name} runs", False, "; ".join(map(repr, causes)))
         return

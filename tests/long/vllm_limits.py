@@ -1,8 +1,8 @@
 """Compares limits that the fleet finds for real vLLM servers with the best static bound and with vLLM alone.
 
 A search finds the static bound with the most requests a second. Then each round measures vLLM alone, vLLM
-behind an Envoy without a picker, a fleet with this bound, and a new fleet with nothing configured, from the
-20th second of its load on.
+behind an Envoy without a picker, a fleet with the best bound, and a new fleet with nothing configured, from
+the 20th second of its load on.
 """
 
 import argparse

@@ -382,8 +382,8 @@ async def running(
                 for replica in replicas:
                     await replica.beat()
             if listening:
-                # A long `check_s` keeps silent connections open on a busy machine. Otherwise a test without
-                # heartbeats would miss wake-ups.
+                # A long `check_s` keeps silent connections open on a busy machine. If such a connection
+                # closed, a test without heartbeats would miss wake-ups.
                 background += [
                     tasks.create_task(
                         listen(url, fleet.keys.wake(each.name), each.notified, check_s=DEADLINE_S)

@@ -53,7 +53,7 @@ class FailingPool(ClockedPool):
         return {mark.decode().split("\x1f")[1] for mark in marks if mark.startswith(b"ejected")}
 
     def takes(self, address: str) -> bool:
-        """Whether a new request may go to the endpoint `address`. This request ends at once."""
+        """Whether a new request may go to the endpoint `address`. The new request ends at once."""
         self.ids += 1
         reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
         self.call("settle", "a", f"t{self.ids}", "client_gone", "", "", "", "")

@@ -586,7 +586,7 @@ async def test_one_address_cannot_take_all_connections() -> None:
             await until(lambda: handler.waiting == 7)
             handler.release.set()
             assert await other.data(1) == ASK
-            # Its own idle connection makes room for another one of the address, never another address's.
+            # A new connection of an address replaces an idle one of this address, never another address's.
             assert await peers[0].data(1) == ASK
             async with server.peer() as eighth:
                 await eighth.send(eighth.request(1))

@@ -2,7 +2,7 @@
 
 The fleet state is at most a second old. One replica reads all flow queues for the whole fleet
 (state/reads.py), and each replica sums the flow queues once. While clients keep asking, the cache reads the
-next state before the last one expires, so that clients do not wait. A small queue is read by every call.
+next state before the last one expires, so that clients do not wait. A short queue is read for each client.
 """
 
 import asyncio

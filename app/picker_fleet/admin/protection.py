@@ -67,7 +67,7 @@ _T = TypeVar("_T")
 
 
 def faults(*statuses: int) -> Responses:
-    """The OpenAPI descriptions of faults with these statuses."""
+    """The OpenAPI descriptions of the faults with the given statuses."""
     return dict.fromkeys(statuses, PROBLEM)
 
 

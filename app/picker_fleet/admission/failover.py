@@ -76,8 +76,8 @@ class FailoverState(enum.Enum):
     | state     | event         | next      | action                                                         |
     |-----------|---------------|-----------|----------------------------------------------------------------|
     | SHARED    | REDIS_LOST    | LOCAL     | an `Outage` begins; waiting requests move to its queue         |
-    | LOCAL     | REDIS_ANSWERS | RESYNCING | this replica, then its peers, report ends to Redis; then this  |
-    |           |               |           | replica reports its running requests                           |
+    | LOCAL     | REDIS_ANSWERS | RESYNCING | this replica, then its peers, report ends to Redis; afterwards |
+    |           |               |           | this replica reports its running requests                      |
     | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's share                  |
     | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
 
@@ -172,7 +172,7 @@ class Failover:
             clock=clock,
         )
         self.state = _SHARED
-        self.outage: Outage | None = None  # None only in the state SHARED
+        self.outage: Outage | None = None  # the current outage; None in the state SHARED
         self.is_cut_off = False  # whether other replicas use Redis and this replica cannot
         self.placed = 0.0  # cost of the requests placed through Redis since the last heartbeat
         self.prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
@@ -181,7 +181,7 @@ class Failover:
         # The latest moment until which no other replica can have used this replica's part of the bound.
         self._sound = self._moment()
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
-        self.stock: Stock | None = None  # None until this replica has joined the pool
+        self.stock: Stock | None = None  # unknown until this replica has joined the pool
         self._joined_s = 0.0
         # The numbers of successive heartbeats that Redis has answered, and that have failed.
         self._answered_heartbeats = self._failed_heartbeats = 0
@@ -397,7 +397,7 @@ class Failover:
             entry = self.ledger.get(request_id)
             if entry is None or entry.end is None or entry.confirmed:
                 continue
-            if not entry.end.is_late or reports > 1:  # otherwise an earlier end may have released the cost
+            if not entry.end.is_late or reports > 1:  # a late end may repeat an end that released the cost
                 gate.release(gate.charge(accounting_token.cost_of(entry.token)))
             self.ledger.finish(entry.end, entry.token)
         outage.initial_free = gate.free + self.prepaid

@@ -23,7 +23,7 @@ _FORGET_S = 1.0  # seconds between searches for old entries
 METER_WINDOW_S = 10  # a report sums the costs of this many whole seconds before the current second
 _MAX_METERED_FLOWS = 5000  # maximum flows that are counted separately in one second
 _MAX_LISTED = 200  # maximum flows that a report of served costs lists
-_MAX_LISTED_BYTES = 16_000  # approximate maximum bytes of the flow names that such a report lists
+_MAX_LISTED_BYTES = 16_000  # approximate maximum bytes of the flow names that the report lists
 
 
 class Phase(enum.Enum):
@@ -38,8 +38,8 @@ class Phase(enum.Enum):
     | PLACED    | see      | SEEN      | stays PLACED if this replica owns the stream or placed it alone     |
     | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
     | any       | place    | PLACED    | a new request with the same id, or Envoy's retry                    |
-    | any       | end      | ENDED     | further ends and late access-log entries change nothing, except     |
-    |           |          |           | that the end after an unread answer is counted                      |
+    | any       | end      | ENDED     | further ends and late access-log entries change nothing;            |
+    |           |          |           | only the end after an unread answer is counted                      |
     """
 
     PLACED = enum.auto()
@@ -270,8 +270,8 @@ class Ledger:
     def in_flight(self, since_s: float) -> list[Entry]:
         """The journal's requests that are presumed running: placed here or seen running since `since_s`.
 
-        A request that was last seen earlier may have ended at another replica. If it still runs, the replica
-        that receives its next access-log entry restores it.
+        A request that was last seen earlier may have ended at another replica. If the request still runs, the
+        replica that receives its next access-log entry restores it.
         """
         return [entry for entry in self.journal() if entry.running and entry.seen_s >= since_s]
 

@@ -2,7 +2,7 @@
 
 Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
 the endpoint whose answer had the response's id. In mode `standard`, a replica learns the id from the answer;
-in the modes `lean` and `http`, from Envoy's access log. It stores id and endpoint in Redis for all replicas.
+in the modes `lean` and `http`, from Envoy's access log. Redis keeps id and endpoint for all replicas.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ _FREE = Price()
 
 
 class Arriving(Protocol):
-    """A request that is charged to tenants' limits. Its numbers of tokens are estimates."""
+    """A request that is charged to tenants' limits. The numbers of tokens are estimates."""
 
     @property
     def id(self) -> str: ...

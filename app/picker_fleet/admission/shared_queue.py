@@ -2,11 +2,11 @@
 
 While Redis is in use, admission.py calls `admit`, which places or queues a request. A queued request waits
 for its grant, which arrives in the reply to any call, by a wake-up, or with a heartbeat. If any endpoint will
-do, the granting script also places the request, and the replica acknowledges the placement. Otherwise the
-replica asks for a placement after the grant, and the script may queue the request again. A replica that owns
-a stream renews its request's lease until the request ends. The field `attempt` numbers the streams of a
-request, so that a late call of a dead stream never affects the stream that took the request over. Only a
-stream with the same flow, model and body digest (in `attempt`) may take a request over.
+do, the granting script also places the request, and the replica acknowledges the placement. For other
+requests the replica asks for a placement after the grant, and the script may queue the request again. A
+replica that owns a stream renews its request's lease until the request ends. The field `attempt` numbers the
+streams of a request, so that a late call of a dead stream never affects the stream that took the request
+over. Only a stream with the same flow, model and body digest (in `attempt`) may take a request over.
 """
 
 import asyncio
@@ -408,7 +408,7 @@ class SharedQueue:
             if (
                 waiter is not None
                 and waiter.attempt == notification.attempt
-                and not self.pause_detector.resumed_recently  # else another replica owns the request
+                and not self.pause_detector.resumed_recently  # after a pause another replica owns the request
             ):
                 return self._on_placed(waiter, verdict)
             verdict = Verdict.GRANTED  # ask Redis for a placement, as after a grant without placement

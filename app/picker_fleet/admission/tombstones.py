@@ -1,10 +1,10 @@
-"""Tombstones of requests whose ends a replica received recently. They keep other replicas from restoring
-ended requests (G6, G8; docs/redis.md, "The way back").
+"""Tombstones of requests whose ends a replica received recently. Tombstones keep other replicas from
+restoring ended requests (G6, G8; docs/redis.md, "The way back").
 
 When a replica that was without Redis resyncs, it restores the requests that it saw running recently. Another
-replica may have received the end of such a request meanwhile. So every replica remembers each end for longer
-than a resync looks back. When a heartbeat shows that a peer is degraded (has state that Redis lacks), the
-replica publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing
+replica may have received the end of a restored request meanwhile. So every replica remembers each end for
+longer than a resync looks back. When a heartbeat shows that a peer is degraded (has state that Redis lacks),
+the replica publishes the remembered ends to Redis as tombstones, and each further end at once. The resyncing
 replica waits until its peers confirm in their heartbeats that they have published their ends.
 """
 

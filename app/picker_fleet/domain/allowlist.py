@@ -158,7 +158,7 @@ _MOST_DECODINGS = 4
 
 def _resolved(path: str) -> tuple[str, bool] | None:
     """Normalise `path` as a server may: decoded, in lower case, without empty and dot segments, parameters
-    and first slash. Also returns whether all servers agree on `path`; None if encoded too often."""
+    and first slash. Also returns whether all servers agree on `path`; None for a `path` encoded too often."""
     for _ in range(_MOST_DECODINGS):
         decoded = unquote(path, "latin-1")
         if decoded == path:

@@ -36,7 +36,7 @@ def allow_many_files() -> None:
 
 def most_connections(most: int) -> int:
     """How many connections a port takes: `most`, but at most a quarter of the files that this process may
-    open. Otherwise connections to one port would leave no files for other ports and for Redis."""
+    open. Without this limit connections to one port would leave no files for other ports and for Redis."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if files == resource.RLIM_INFINITY else min(most, files // 4)
 
@@ -101,7 +101,7 @@ class BodyBudget:
         """Charge the next `size_bytes` of a body, which then has `body_bytes` in all.
 
         Raises:
-            BufferFull: the budget is used up; none of these bytes are charged.
+            BufferFull: the budget is used up; nothing is charged for the chunk.
         """
         while not self._has_room(size_bytes, body_bytes):
             self._drop_slowest()

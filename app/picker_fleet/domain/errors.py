@@ -178,7 +178,7 @@ class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOA
 
 
 class OtherFormat(StateFault, status=503, code="other_format", kind=_OVERLOADED):
-    """The pool in Redis has a wrong format, or none. Replicas neither read nor change such a pool."""
+    """The pool in Redis has a wrong format, or none: replicas neither read nor change the pool."""
 
 
 class ScriptFailed(StateFault, status=500, code="script_failed"):

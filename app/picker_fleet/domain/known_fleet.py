@@ -18,7 +18,7 @@ class KnownFleet:
     `in_flight` maps endpoints to their numbers of requests in flight, `prefills` to the numbers of prompts
     that they prefill for others; `busy` is True while any request is in flight. `prompt_lines` maps models to
     the lines that give a prompt's cost. `tenants` has the nodes of tenants that the fleet shares, None
-    without tenants. Membership replaces these objects and never changes them.
+    without tenants. Membership replaces the objects in the fields, and never changes an object.
     """
 
     def __init__(self, settings: Settings) -> None:

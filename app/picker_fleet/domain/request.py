@@ -155,7 +155,7 @@ class Completion(NamedTuple):
     `content_type` and `body_bytes` describe the answer's body. If not `is_read`, the endpoint has sent its
     answer, and another end follows when the client has read it: only that end is counted. `is_late`: the
     client read so slowly that an end with `is_read` False came before, maybe to another replica. `is_odd`:
-    other endpoints give no such answers (`scheduling/answer_comparison.py`).
+    other endpoints give no answers like this one (`scheduling/answer_comparison.py`).
     """
 
     id: str
@@ -185,7 +185,7 @@ class Completion(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """Whether the endpoint answered with success. Also False after an error of the client's."""
+        """Whether the endpoint answered with success. False, too, after an error of the client's."""
         is_success = self.outcome is Outcome.COMPLETED and 200 <= self.status < 300
         return is_success and not self.fault and not self.is_odd
 
@@ -219,8 +219,8 @@ class Alive(NamedTuple):
 
 
 def largest_claim(share: float, bound: float) -> float:
-    """The most stock that one request takes under `bound`. This is `share` of the bound, but at least 1 unit,
-    or the whole bound if the bound is below 1 unit. The Lua scripts compute the same amount."""
+    """The most stock that one request takes under `bound`: the part `share` of the bound, but at least 1
+    unit,or the whole bound if the bound is below 1 unit. The Lua scripts compute the same amount."""
     return max(share * bound, min(1.0, bound))
 
 

@@ -1,6 +1,6 @@
 """The sections of the settings tree, with their defaults and the checks within one section.
 
-config.py loads and checks them together; no code changes them later. The names of settings follow spec 003.
+config.py loads all sections and checks them together; none changes later. Settings are named as in spec 003.
 """
 
 import math
@@ -290,7 +290,7 @@ OutsideCost = Annotated[Outside, AfterValidator(partial(_usable, extensions.COST
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
-MOST_BAND_BYTES = 2**50  # sums of such numbers are exact in Lua's doubles
+MOST_BAND_BYTES = 2**50  # Lua's doubles sum byte limits up to this exactly
 _MOST_BANDS = 64  # the limit of lua/lib/bands.lua
 
 
@@ -405,7 +405,7 @@ class FairRequestQueue(Section):
         return self
 
 
-# Keys that set the bounds of the stock by hand. A key of these implies the mode `static`.
+# Keys that set the bounds of the stock by hand, and so imply the mode `static`.
 _BOUNDS = (
     "watermark_per_backend",
     "percentage_deviation_for_bounds",

@@ -27,7 +27,7 @@ from picker_fleet.domain.units import (
 MAX_LEVELS: Final = 8
 MAX_NODES: Final = 10_000
 _ANY = "*"
-_MOST = 1e12  # maximum amount of a limit: Lua's doubles hold the sum of a million such amounts exactly
+_MOST = 1e12  # maximum amount of a limit; Lua's doubles add up a million of these amounts exactly
 
 Unit = Literal["requests", "tokens", "prompt_tokens", "answer_tokens"]
 _UNITS: Final[tuple[Unit, ...]] = ("requests", "tokens", "prompt_tokens", "answer_tokens")

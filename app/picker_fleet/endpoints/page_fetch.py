@@ -49,8 +49,8 @@ class _ClosedUnused(FetchError):
 
 
 class Access:
-    """Credentials for metrics pages: the CA for TLS, and the token in `scraping.token_file`. Both files are
-    read again every `_REREAD_S`."""
+    """Credentials for metrics pages: the CA for TLS, and the token in `scraping.token_file`. The CA file and
+    the token file are read again every `_REREAD_S`."""
 
     def __init__(self, scraping: Scraping) -> None:
         self._ca, self._token_file = scraping.ca, scraping.token_file

@@ -252,7 +252,7 @@ class Membership:
             try:
                 return await self._read()
             except StateUnavailable:
-                if (outage := self._failover.status()) is None:  # else an outage began during the read
+                if (outage := self._failover.status()) is None:  # unless an outage began during the read
                     raise
         if self._state is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
@@ -263,8 +263,8 @@ class Membership:
         await self._joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Use the endpoints that discovery reports. The leader publishes these endpoints at once. Any other
-        replica reads the published endpoints when the leader should have published the same change."""
+        """Use the endpoints that discovery reports. The leader publishes reported endpoints at once. Any
+        other replica reads the published endpoints when the leader should have published the same change."""
         self._publisher.discovered(endpoints)
         self._follow_discovery()
         if self.pulse is None or self.pulse.leader:

@@ -48,7 +48,7 @@ class LimitKeeper:
         self._controllers: dict[str, LimitController] = {}
         self._stored: Mapping[str, FoundLimit] = {}  # the limits in Redis, as far as this replica knows
         self._followed: Mapping[str, FoundLimit] = {}  # the limits in force when another replica last led
-        self._epoch_us = 0  # the epoch of the pool that has these limits
+        self._epoch_us = 0  # the pool's epoch in which `_stored` was stored
         self._connection, self._looked_s = 0, 0.0  # the connection to Redis and the time of the last look
         self._settled_s = 0.0  # after this time no other replica takes itself for the leader
         self._dispatched = 0  # the number of grants at the last look

@@ -68,7 +68,7 @@ class Publisher:
 
     def acknowledged(self, snapshot: Snapshot, versions: Collection[str]) -> None:
         """Stop draining new endpoints that all Envoys know, or that are new for 5 s. `snapshot` has the
-        published endpoints, `versions` those that Envoys have acknowledged."""
+        published endpoints, `versions` the versions that Envoys have acknowledged."""
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
         # If `versions` is empty, no Envoy gets endpoints from the fleet, so no Envoy will acknowledge.

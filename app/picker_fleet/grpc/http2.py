@@ -10,8 +10,8 @@ data that waits for their turns; and each stream charges data that its handler h
 A stream's window reopens only after its handler has read every complete message.
 
 A gateway's connection carries many clients. So one client's resets, streams or half-sent requests, however
-many, do not end the connection; `Peers` bounds the work of all connections instead. But frames without effect
-come from the peer itself: too many of them end its connection (docs/security.md, "Rapid resets").
+many, do not end the connection; `Peers` bounds the work of all connections instead. Frames without effect,
+however, come from the peer itself: too many end its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -59,8 +59,8 @@ Open = Callable[["Connection", int], GrpcStream | None]
 class Connection(asyncio.Protocol):
     """One peer's connection. All connections of a transport share `peers`.
 
-    The function `find` takes the well-formed header fields of a request. It returns a function that opens the
-    request's stream, or the header block of an immediate answer.
+    The function `find` takes the well-formed header fields of a request. `find` returns a function that opens
+    the request's stream, or the header block of an immediate answer.
     """
 
     def __init__(self, find: Callable[[Mapping[bytes, bytes]], Open | bytes], peers: Peers) -> None:
@@ -383,7 +383,7 @@ class Connection(asyncio.Protocol):
             self._count_idle(1)  # PRIORITY, GOAWAY and frame types of extensions have no effect
 
     def _count_idle(self, cost: int) -> None:
-        """Count a frame without effect. A gateway sends few such frames, even for hostile clients."""
+        """Count a frame without effect, of which gateways send few even for hostile clients."""
         self._idle_frames += cost
         if self._idle_frames <= self._idle_allowed:
             return

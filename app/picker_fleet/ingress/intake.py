@@ -233,10 +233,10 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
 def _simple_members(text: bytes) -> dict[str, Any] | None:
     """The decoded members of a small JSON body; None if the body may have duplicate keys at some depth.
 
-    `Body` makes msgspec call `Enum._missing_` for every key. This call takes 1 µs a key, most of the time for
-    a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops duplicate members:
-    if the decoded body, encoded again, has fewer quotes, the body had duplicate keys. Only a `\\u` escape
-    could spell a quote or a key in another way.
+    `Body` makes msgspec call `Enum._missing_` for every key. The call of `_missing_` takes 1 µs a key, most
+    of the time for a small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops
+    duplicate members: if the decoded body, encoded again, has fewer quotes, the body had duplicate keys. Only
+    a `\\u` escape could spell a quote or a key in another way.
     """
     if len(text) > SMALL_BYTES or (b"\\" in text and b"\\u" in text):
         return None

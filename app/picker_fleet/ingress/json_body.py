@@ -38,7 +38,7 @@ _USED = frozenset((
 ))  # fmt: skip
 
 # Matches the `\u` escape of a lone surrogate, which Python's JSON reader and others accept. The text must
-# have no escaped backslashes: `without_half_pairs` replaces them first.
+# have no escaped backslashes, which `without_half_pairs` replaces first.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD][c-fC-F]..))",

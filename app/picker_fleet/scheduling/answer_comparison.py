@@ -13,7 +13,7 @@ from picker_fleet.state import accounting_token
 
 ODD: Final = "unlike others"  # `Fault.why` of an endpoint that fails by its odd answers
 _KEPT = 16  # last answers kept of each endpoint
-_FEWEST = 4  # fewer answers of an endpoint, or good answers since its last refusal, prove nothing
+_FEWEST = 4  # an endpoint with fewer answers, or good answers since its last refusal, is not compared
 _OTHERS = 4  # maximum other endpoints with which an endpoint is compared: the last to answer
 _MARGIN = 2.0  # an answer is smaller or faster than another only by more than this factor
 _ODD, _GOOD, _FAILING = 2, -1, 8  # added to `score` by an odd, a good answer; score of a failing endpoint

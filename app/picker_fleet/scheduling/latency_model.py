@@ -30,7 +30,7 @@ MOST_GAP_S: Final = 60.0
 MAX_MODELS: Final = 64  # maximum models kept, the most recently observed
 
 _TERMS = 5  # terms of the linear model: a constant and the fields of `Load`
-_PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # positions of three of these terms
+_PREFILL, _IN_FLIGHT, _KV = 1, 2, 3  # positions of the terms prefill, in flight, KV cache
 _FIT_EVERY = 8  # observations between two fits
 _SWEEPS = 5  # maximum passes of a fit over the coefficients; a fit continues from the previous one
 # The number of observations that a fit remembers grows (Ljung, System Identification, on recursive methods):

@@ -154,7 +154,7 @@ _LAYOUTS: Final[Mapping[bytes, tuple[Callable[..., "Record"], struct.Struct]]] =
 }
 _MARKS = {kind: (mark, layout) for mark, (kind, layout) in _LAYOUTS.items()}
 
-# All replicas take these records from the stream, their own included.
+# Records that all replicas, also their sender, take from the stream.
 Engines = StoredRecord | RemovedRecord | TokensRecord | FollowedRecord
 Ending = CompletionRecord | ObservationRecord | EvidenceRecord | LossRecord | Engines
 Record = RouteRecord | PlacementRecord | Ending

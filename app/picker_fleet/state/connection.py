@@ -44,13 +44,13 @@ _REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of scripts that may 
 DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 TICK_S = 0.1
 # After a pause this long, requests granted here or streams begun here may belong to another replica, since
-# Envoy has given up on this replica. This time is shorter than the shortest lease, 2 s.
+# Envoy has given up on this replica. LONG_PAUSE_S is below the shortest lease, 2 s.
 LONG_PAUSE_S = 1.0
 _RECENT_S = 1.0  # seconds for which a process counts as recently resumed
 _BACKLOG_S = 0.05
 CALM_S = 30.0
 _ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
-_SMALLEST = 1e-9  # smaller moving averages become 0
+_SMALLEST = 1e-9  # moving averages below this become 0
 _SUSPECTED = 0.1  # part of `floor_s`: the shortest silence before Redis is SUSPECT
 _STUCK = 0.25  # part of `floor_s`: the shortest silence, after an answered probe, before STUCK
 _MAX_REPEATS = 4

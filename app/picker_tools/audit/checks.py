@@ -47,7 +47,7 @@ class Finding:
 
 
 class Check:
-    """The check of one promise. Its method `check` sees each step before the replay applies the step."""
+    """The check of one promise. The method `check` sees each step before the replay applies the step."""
 
     PROMISE = ""
     TITLE = ""  # the promise in one line
@@ -74,7 +74,7 @@ class Capacity(Check):
     such a limit, but while they do, no request may be admitted.
 
     Requests that are restored, that Envoy moved to a fallback, or that return to the queue are counted, too.
-    No limit is checked for such requests, since they were admitted before.
+    No limit is checked for these four kinds of requests, since they were admitted before.
     """
 
     PROMISE = "G1"

@@ -7,7 +7,7 @@ buckets from these entries of the log:
 - `charged`: a request was charged by estimate: at its arrival, to nodes that reject or demote; at its grant,
   to all other limits. Each limit must have had the estimate left. While the request is `running`, new
   limits on requests in flight charge it. Nodes that demote do not charge a demoted request.
-- `used`: usage replaces the estimate. These tokens are already spent, so the units owed may exceed `burst`.
+- `used`: usage replaces the estimate; the tokens are already spent, so the units owed may exceed `burst`.
 - `refunded`: a request was not served, or returned to the queue (then only nodes that queue refund it).
 - `topped_up`: an operator lowered the used part of a limit or budget, or a replica raised it after an outage.
 

@@ -35,7 +35,7 @@ class ProgressView:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         console = Console(highlight=False)
         self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
-        self.report = Report(console)  # prints its lines above the progress bar
+        self.report = Report(console)  # the report's lines appear above the progress bar
         self._task = self.bar.add_task("load", total=duration_s, visible=False)
 
     def show(self, load: Load, state: Sample | None) -> None:

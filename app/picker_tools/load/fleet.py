@@ -139,7 +139,7 @@ _VALKEY_GRACE_S = 4.0
 
 
 class OwnFleet:
-    """A local fleet for one run, started and stopped once. Its processes' files and logs are in `folder`."""
+    """A local fleet for one run, started and stopped once. The fleet's files and logs are in `folder`."""
 
     def __init__(self, scenario: Scenario, options: UpOptions, folder: Path, report: Report) -> None:
         self._scenario = scenario

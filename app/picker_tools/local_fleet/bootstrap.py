@@ -320,7 +320,7 @@ class _Manager:
     origins: Sequence[str]
 
     def listener(self, pool: str | None, listen: Host) -> Tree:
-        """The listener at `listen`. Its requests are for `pool`, or, if that is None, for the host's pool."""
+        """The listener at `listen`; its requests are for `pool`, or, if that is None, for the host's pool."""
         settings, mode, pools = self.settings, self.mode, pools_of(self.settings)
         if pool is not None:
             hosts = [self._host(pools[pool], ("*",))]
@@ -510,8 +510,8 @@ class _Manager:
             of_route["rewrite"] = _part("without_final_slash")
             routes.append(_part("route", match=with_slash, **of_route))
         if extproc.unknown_paths == "pass":
-            # The picker refuses administrative paths in any spelling. Envoy must refuse them, too, while no
-            # picker answers (`extproc.on_failure`). It cannot decode paths, so it refuses unusual spellings.
+            # The picker refuses administrative paths in any spelling. Envoy, which cannot decode paths, must
+            # refuse unusual spellings, as no picker may answer (`extproc.on_failure`).
             any_spelling = {"safeRegex": {"regex": f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*"}}
             routes.append(_not_found(any_spelling))
             routes.append(_part("route", match={"prefix": "/"}, **plain))

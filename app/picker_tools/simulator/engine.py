@@ -199,7 +199,7 @@ class Engine:
         self._waiting[sequence] = None
 
     def schedule(self, budget_tokens: float = math.inf) -> list[Sequence]:
-        """Admit waiting sequences that fit now, until they use up `budget_tokens`. Returns them in order.
+        """Admit waiting sequences that fit, until they use up `budget_tokens`; return the admitted ones.
 
         Each sequence gets blocks for its context and one more token, so that a preempted sequence makes
         progress each time it is admitted again.

@@ -90,7 +90,7 @@ class Pull:
         self._is_over = False
 
     async def run(self, tokens: int, slowdown: float) -> bool:
-        """Transfer `tokens` tokens, and free the source's blocks. Returns False if the source lost them."""
+        """Transfer `tokens` tokens, and free the source's blocks. Returns False if the blocks were lost."""
         await self._link.carry(tokens, slowdown)
         self._is_over = True
         return await self._free()

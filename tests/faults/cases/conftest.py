@@ -14,8 +14,8 @@ from whole_fleet import Fleet, fleets
 
 _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
-# These two files run only in `make faults`: they keep `redis.silence` at its default, so a busy machine would
-# look like a slow Redis. `make test` has shorter tests: tests/fleet/test_redis_loss.py,
+# The files in `collect_ignore` run only in `make faults`: they keep `redis.silence` at its default, so a busy
+# machine would look like a slow Redis. `make test` has shorter tests: tests/fleet/test_redis_loss.py,
 # tests/faults/test_redis_connection.py, and the fault schedules that stall, delay and cut connections.
 collect_ignore = [] if FULL else ["test_case_redis_away.py", "test_case_redis_slow.py"]
 

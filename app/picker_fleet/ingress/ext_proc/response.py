@@ -204,9 +204,9 @@ class UsageReader:
 
     The reader keeps the answer's end (and at most one chunk more), which usually has the usage, and the
     answer's first 4 KiB, for servers that report usage before a long text. Of a plain JSON answer, the reader
-    also keeps the last usage between start and end. It parses the kept text once, after the answer's end, so
-    the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it parses
-    only a few excerpts of a few KiB.
+    also keeps the last usage between start and end. The reader parses the kept text once, after the answer's
+    end, so the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it
+    parses only a few excerpts of a few KiB.
     """
 
     def __init__(self) -> None:

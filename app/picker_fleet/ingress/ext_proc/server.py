@@ -121,8 +121,8 @@ class Server:
     async def drain(self) -> None:
         """Stop gracefully: report not ready, wait for health checks to notice, let waiting requests finish.
 
-        A drain takes at most `drain_grace` + `drain_timeout` and about a second. It refuses requests that
-        still wait after `drain_timeout`.
+        A drain takes at most `drain_grace` + `drain_timeout` and about a second. The drain refuses requests
+        that still wait after `drain_timeout`.
         """
         self._draining = True
         self.set_ready(False)

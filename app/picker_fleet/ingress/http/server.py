@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._task is not None:
-            self.close()  # a second request before the answer to the first: Envoy sends no such request
+            self.close()  # Envoy never sends a second request before the answer to the first
             return
         self._rest_bytes += len(data)
         self._is_whole = False
@@ -212,7 +212,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as fault:
             self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
         else:
-            # This limit also stops an unfinished header of any length, and the overhead of tiny body chunks.
+            # The limit of the head also bounds an unfinished header, and the overhead of tiny body chunks.
             if self._arriving and self._rest_bytes > _MAX_HEAD_BYTES + self._body.size_bytes:
                 self._refuse(_head_too_large())
 
