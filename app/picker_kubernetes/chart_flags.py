@@ -198,7 +198,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """The pool's name in Redis keys: `name` itself, or, if it is long, its beginning and a hash of it."""
+    """The pool's name in Redis keys, which is `name`, or, if that is long, its beginning and hash."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

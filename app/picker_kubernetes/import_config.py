@@ -132,7 +132,7 @@ _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
 }
 _QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkKMGTPE]i?|)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NAMES_KIND = re.compile(rf"kind[\"']?\s*:\s*[\"']?{KIND}\b")  # in YAML or JSON
+_NAMES_KIND = re.compile(rf"kind[\"']?\s*:\s*[\"']?{KIND}\b")  # matches YAML and JSON
 _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 

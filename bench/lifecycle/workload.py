@@ -184,7 +184,7 @@ _POLICIES = (
 
 
 def upkeep(state: Workload) -> Iterator[str]:
-    """Make the rare expensive calls: sweeps, live changes, preemption. Yields the name of each kind."""
+    """Make the rare expensive calls: sweeps, live changes, preemption. Yields each kind of call by name."""
     # Many requests become overdue, then expire.
     started = time.monotonic()
     state.change_settings(starvation_ms=_STARVING_MS)

@@ -2,7 +2,7 @@
 -- The priority bands of the queue. A priority is any int32. By default the band of the highest priority that has
 -- waiting requests is served first; under the band policy `weighted`, each band gets service in proportion to its
 -- weight. Records and keys hold the number of a band, which fits in a byte. The named bands critical, default and
--- sheddable have the numbers 0 to 2, whatever their priorities. Numbers from 3 are dynamic bands. The function
+-- sheddable have the numbers 0 to 2, whatever their priorities. Bands with numbers from 3 on are dynamic. The function
 -- `bands.of` creates a band when a request of a new priority arrives; the sweep removes the band when none of its
 -- requests waits or runs. A dynamic band has the attributes of the nearest configured band at or below its priority, or
 -- else of the lowest configured band. If all numbers are in use, a request of a new priority joins the nearest band.

@@ -56,7 +56,7 @@ do
 
   -- Drop finish tags at or below the virtual time v, which have no effect. In an idle pool v first moves to the highest
   -- finish tag, so that all flows start equal. If too many finish tags remain, drop the lowest tags; each is at most
-  -- one charge above v. Also drop surplus preemption times. Return whether more may be left.
+  -- one charge above v. Also drop surplus preemption times. Return whether more entries may be left to drop.
   function upkeep.drop_finish_tags(band, limit)
     local v, finish = pool[V[band]], key.finish[band]
     flush(finish)

@@ -57,8 +57,8 @@ from picker_fleet.ingress.ext_proc.accesslog import SERVICE as ACCESS_LOG
 from picker_fleet.ingress.ext_proc.server import PROCESS
 from picker_fleet.state.keys import Keys
 
-MODEL = "llama"  # served by the honest model servers
-TRAP = "trap"  # served by the hostile model servers
+MODEL = "llama"  # model served by the honest model servers
+TRAP = "trap"  # model served by the hostile model servers
 HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
 ADDRESS = "127.0.0.79"  # the attackers' own: honest clients send from 127.0.0.1
 REDIS_USER = "other"  # a Redis user for another pool than the fleet's; any password is valid
@@ -721,7 +721,7 @@ async def _read(target: Target, number: int) -> str:
 _CHECK = b"POST /check/v1/completions HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
 _FIELDS = b"x-field: " + b"x" * 1000 + b"\r\n"
-_CHECKS = (  # an attacker sends each at 100 MB/s
+_CHECKS = (  # an attacker sends each of these requests at 100 MB/s
     (_CHECK % b"1.1", _FIELDS * 1000),  # headers
     (_CHECK % b"1.1" + _CHUNKED + b"0\r\n", _FIELDS * 1000),  # trailers
     (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of a chunk

@@ -45,7 +45,7 @@ class Replica:
         endpoint: str,
     ) -> None:
         self.process = process
-        self.bound = bound  # the addresses of its listeners
+        self.bound = bound  # the addresses of the replica's listeners
         self.admin = admin
         self.endpoint = endpoint  # the address of the replica's model server
         self._health = health_pb2_grpc.HealthStub(channel)

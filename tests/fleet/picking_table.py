@@ -67,7 +67,7 @@ _COMMON: dict[str, Any] = {
         {"name": "one-each", "max_inflight_per_endpoint": 1},
     ],
     "request_queue_controller": {"watermark_per_backend": 50},
-    "scraping": {"interval": "50ms", "stale_after": "4s"},  # so long because of busy machines
+    "scraping": {"interval": "50ms", "stale_after": "4s"},  # a long timeout, for busy machines
     "leases": {"heartbeat": "300ms"},
 }
 

@@ -579,7 +579,7 @@ def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patched, noted_pools(note):
         patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignores the machine's delays
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # hides the machine's delays
         patched.setattr(budget_transfer.GrpcPeers, "_send", send)
         patched.setattr(check_client, "PATIENT_S", _RUN_S)
         yield patched

@@ -211,7 +211,7 @@ async def test_removing_a_table_row_above_a_pressed_button_does_not_lose_the_cli
 async def test_names_that_clients_choose_are_shown_as_text(here: Any, page: Dashboard) -> None:
     workload = "<script>window.owned=2</script>"
     async with waiting(here, XSS, workload=workload):
-        await page.page.locator("#queue").scroll_into_view_if_needed()  # so that the page reads the queue
+        await page.page.locator("#queue").scroll_into_view_if_needed()  # makes the page read the queue
         await page.row("flows", XSS).wait_for()
         await page.row("queue", XSS).wait_for()
         await page.says("#why", XSS)

@@ -55,7 +55,7 @@ def test_no_client_notices_killed_replicas_of_a_fleet_that_option_own_starts_and
     status, said = load("replica-crash", *SMALL, "--duration", "4")
     found, summary = verdicts(tmp_path), summary_of(tmp_path)
     assert summary["kills"]
-    # `picker load` also audits the decision log: G1, G2 and G6 hold.
+    # `picker load` also audits the decision log, in which G1, G2 and G6 hold.
     assert {found[name] for name in ("one-answer", "at-rest", "G1", "G2", "G6")} == {"held"}, said
     unserved = sum(source["sent"] - source["served"] for source in summary["sources"].values())
     assert (status, unserved) == (0, 0), said

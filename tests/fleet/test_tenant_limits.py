@@ -1,4 +1,4 @@
-"""Limits of tenants through Envoy, over two replicas, with answers as clients of both APIs read them."""
+"""Limits of tenants through Envoy, over two replicas, with answers for OpenAI's and Anthropic's clients."""
 
 import asyncio
 import re

@@ -69,7 +69,7 @@ async def test_a_request_ends_even_if_its_client_never_reads_the_answer(here: An
         await client.end()
         await here.eventually(lambda: decisions(here), lambda found: len(found) > since)
         await at_rest(here)
-        # Envoy has reported the request's end: `completed` shows that no sweep has reclaimed the request.
+        # Envoy has reported the request's end; `completed` means that no sweep reclaimed the request.
         assert [entry.event for entry in (await decisions(here))[since:]] == ["bypassed", "completed"]
         await client.open_window(65_535)
         assert await client.answered() == "200"

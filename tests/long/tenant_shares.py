@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
         time_lapse(valkey.url, patched) as lapse,
         valkey.client() as client,
     ):
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # ignore the machine's delays
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # hides the machine's delays
         log = _Log(client)
 
         async def life() -> None:

@@ -124,7 +124,7 @@ class EndpointCounts:
 
 
 def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
-    """Parse text like 'a=0.7,b' into distinct addresses ('*': None, which means all) and their scores."""
+    """Parse text like 'a=0.7,b' into distinct addresses ('*' gives None: all) and their scores."""
     if text == "*":
         return None, {}
     pairs = [part.partition("=") for part in text.split(",") if part]

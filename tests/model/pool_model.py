@@ -346,7 +346,7 @@ class PoolModel:
             self.queue.use_room(blocker)
 
     def _admits(self, r: Request) -> tuple[bool, str]:
-        """Whether r may be granted, and the blocker of its flow queue whose room it is to take, if any."""
+        """Whether r may be granted, and the endpoint (blocker) whose room r is to take, if any."""
         blockers = [] if r.any_endpoint else sorted(self.queue.blockers(r))
         if not blockers:
             return True, ""

@@ -26,7 +26,7 @@ class SideBySide:
         self.side = side
         self.now_us = START_US
         self.model = QueueModel(self._choose, self._choose_prefill)
-        self.agree = True  # False once scripts and model have differed
+        self.agree = True  # whether scripts and model have agreed so far
         # Request id -> endpoints and prefill endpoints chosen by the scripts, after a call
         self._placed: dict[str, str] = {}
         self._prefillers: dict[str, str] = {}

@@ -78,7 +78,7 @@ async def test_a_reclaimed_request_whose_answer_goes_on_is_restored(fleet: OpenF
 
         async def renewed() -> set[str]:
             a.gate.queue.renew_owned_streams(is_due=True)
-            await a.store.renew("other", None, "", "")  # answered after the renewals
+            await a.store.renew("other", None, "", "")  # this call is answered after the renewals
             return await counted(it)
 
         await a.gate.admit(ask("r"), stream_owned=True)

@@ -122,7 +122,7 @@ def test_a_raised_limit_starts_its_nodes_waiting_request_at_once_whoever_else_wa
     assert it.queued() == 39
 
 
-def test_sweeps_in_a_row_start_the_requests_of_all_nodes_whose_default_is_raised(it: TenantPool) -> None:
+def test_repeated_sweeps_start_the_requests_of_all_nodes_whose_default_limit_rises(it: TenantPool) -> None:
     use_up(it, {"acme/*": limited(1)})
     it.set_nodes({"acme/*": limited(2)}, "tenant_changes")
     while it.call("sweep", "b", 1000, 60_000, 300_000, 60_000)[7]:

@@ -49,7 +49,7 @@ async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet:
         with pytest.raises(ScriptFailed):
             await one.flush()
         a.store.count_usage = sent  # type: ignore[method-assign]
-        one.count(served(1, 0), "acme/search", "llama")  # this use goes into the next batch
+        one.count(served(1, 0), "acme/search", "llama")  # this usage goes into the next batch
         await one.flush()
         await one.flush()
         await other.flush()

@@ -14,7 +14,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan, Scenario
 PER_SOURCE = 40
 
 
-@cache  # tests use ten thousand answers
+@cache  # cached, since tests use ten thousand answers
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
     """The answer to a served streaming request; `fields` replace values of the answer."""
     good = Answer(

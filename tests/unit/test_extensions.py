@@ -26,7 +26,7 @@ from picker_fleet.scheduling.scheduler import FILTERS
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
-# Sources of two scorers: `second` prefers all endpoints except the first, `raises` fails.
+# Sources of two scorers, of which `second` prefers all endpoints except the first, and `raises` fails.
 SCORERS = scorers({
     "second": "return [0.0, *[1.0] * (len(candidates) - 1)]",
     "raises": "raise RuntimeError('no such rack')",

@@ -71,7 +71,7 @@ class SnapshotReader:
         self._reads = reads
         self._decision_log = decision_log
         self._clock = clock
-        self._decisions: list[models.Decision] | None = None  # the decisions last read; None: none
+        self._decisions: list[models.Decision] | None = None  # the decisions last read; None: none yet
         self._read_at_s = -math.inf
 
     async def read(self) -> list[Event]:

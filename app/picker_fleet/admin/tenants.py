@@ -27,7 +27,7 @@ from picker_fleet.domain.tenants import PERIODS, Node, Tree
 from picker_fleet.state.reads import LimitRow, TenantRow
 from picker_fleet.state.store import STALE, Store
 
-PAGE = 50  # children on a page
+PAGE = 50  # maximum child nodes on a page
 _SUMMED_AT_ONCE = 100  # flows summed between two pauses
 OF_TENANTS = TypeAdapter(tuple[Literal["tenants"], str])
 _NODE: dict[str, Any] = {

@@ -81,7 +81,7 @@ def encode_cursor(name: str, *parts: str | int | float) -> str:
 
 
 def decode_cursor(text: str, form: TypeAdapter[_Parts]) -> _Parts:
-    """The parts that `encode_cursor` put into the cursor `text`. Raises BadCursor for another `form`."""
+    """The parts that `encode_cursor` put into `text`. Raises BadCursor for a cursor of another `form`."""
     with contextlib.suppress(ValueError):  # the text is no base64, no UTF-8 or no JSON
         if len(text) <= _MAX_CURSOR_CHARS:
             packed = text.encode() + b"=" * (-len(text) % 4)

@@ -174,7 +174,7 @@ class Admission:
         request, nothing has renewed its lease yet.
 
         Raises:
-            StateUnavailable: Redis does not answer.
+            StateUnavailable: there is no answer from Redis.
         """
         # No other replica can own the request before the request's lease expires, or while this replica's own
         # budget covers its cost.
@@ -226,7 +226,7 @@ class Admission:
         elif ran or (entry is not None and entry.running and entry.journaled):
             ran, is_new = True, outage.end(entry, completion, token)
         elif is_local:
-            return  # the request never ran: Envoy also logs refused requests
+            return  # the request never ran, but Envoy also logs refused requests
         is_known = is_local or (was_unread and entry is not None and entry.confirmed)
         entry = self.ledger.finish(completion, token, is_reported=not is_known) if ran else None
         if is_known:

@@ -466,7 +466,7 @@ class Failover:
                 for request_id, how in (ended or {}).items():
                     usage = Usage(*how.usage) if how.usage else None
                     outage.gate.end_charge(request_id, unserved=how.unserved, usage=usage)
-            outage.gate.release(0.0)  # dispatches requests that waited for these ends
+            outage.gate.release(0.0)  # dispatches requests that waited for the charges to end
 
     async def _ask_peers(self, outage: Outage) -> None:
         """Find out whether other replicas use Redis, or used it while this replica was paused. If so, Envoy

@@ -97,7 +97,7 @@ class Entry(msgspec.Struct, eq=False):
         return self.phase is Phase.PLACED and self.local_cost is not None
 
     def renewal(self, token: str, epoch: str) -> str | None:
-        """The accounting token to send with a lease renewal that is due: `token` or ''. None: do not renew.
+        """The accounting token to send with a lease renewal that is due: `token` or ''. None: no renewal.
 
         If an answer has begun but has stopped growing, its endpoint may have finished while the client does
         not read. Renew such a lease only every other time, so that a metrics page can prove the end; and

@@ -1,6 +1,6 @@
 """Finds the endpoint that stores the state of a response or conversation, by its id (Responses API).
 
-Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
+Model servers keep responses in memory. So a request that continues, reads or deletes a response must go to
 the endpoint whose answer had the response's id. In mode `standard`, a replica learns the id from the answer;
 in the modes `lean` and `http`, from Envoy's access log. Redis keeps id and endpoint for all replicas.
 """

@@ -176,8 +176,8 @@ class Outage:
         """Report the running requests to Redis, which restores them. Returns their number.
 
         Raises:
-            StateUnavailable: Redis is lost again.
-            WritesRefused: Redis accepts no writes now.
+            StateUnavailable: the connection to Redis is lost again.
+            WritesRefused: for now, Redis refuses writes.
         """
         running = self.ledger.in_flight(self.clock() - unseen_s(report_s))
         for at in range(0, len(running), _CHUNK):

@@ -42,7 +42,7 @@ class RedisUse(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EndedCharge:
     """How a request ended that another replica charged to tenants' limits. `unserved`: no model server
-    answered it. `usage`: its tokens of prompt, cached prompt and answer; None if unknown."""
+    answered the request. `usage`: its tokens of prompt, cached prompt and answer; None if unknown."""
 
     unserved: bool
     usage: Sequence[float] | None

@@ -106,9 +106,9 @@ class Waiter(msgspec.Struct, eq=False):
 class SharedQueue:
     """This replica's requests in the shared queue. All calls come from one event loop.
 
-    The attribute `retry_after_s` is the Retry-After of requests refused after a wait; `expected_wait_s` is
-    the time to dispatch all waiting requests. `Membership` sets both attributes. The queue calls
-    `on_unknown_pool` when the shared state has lost the pool. `tenants` returns limits that refusals name.
+    `Membership` sets the attributes `retry_after_s`, the Retry-After of requests refused after a wait, and
+    `expected_wait_s`, the time to dispatch all waiting requests. The queue calls `on_unknown_pool` when the
+    shared state has lost the pool. `tenants` returns limits that refusals name.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class SharedQueue:
     async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
         """Place a granted request. Returns None if it must be admitted again. Raises every refusal."""
         request = waiter.request
-        # Make the new future before the call: Redis may requeue and grant the request before its task runs.
+        # Before the call, make the new future: a grant may come before the task of the request runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
@@ -505,7 +505,7 @@ class SharedQueue:
 
 
 def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bool:
-    """Resolve the future `notification` to `verdict`. Returns False if it was resolved before."""
+    """Resolve the future `notification` to `verdict`. Returns False if the future was resolved before."""
     if notification.done():
         return False
     notification.set_result(verdict)

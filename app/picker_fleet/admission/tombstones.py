@@ -127,8 +127,8 @@ class Tombstones:
         """Write a tombstone for each end without a tombstone in the current epoch of the shared state.
 
         Raises:
-            StateUnavailable: Redis does not answer.
-            WritesRefused: Redis accepts no writes now.
+            StateUnavailable: there is no answer from Redis.
+            WritesRefused: for now, Redis refuses writes.
         """
         epoch = self._epoch()
         due = [entry for entry in self.ends() if entry.published != epoch]

@@ -48,7 +48,7 @@ OF_PROCESS: Final = (
     "logging",
     "tracing",
 )
-_MAX_YAML_CHARS = 4 * 2**20  # parsing this many takes several seconds
+_MAX_YAML_CHARS = 4 * 2**20  # maximum length of a file; parsing takes several seconds
 _NODE_PATH = re.compile(r"\bpath\"?: *\"?([^\s\",}]+)[\s\",}]")
 _MAX_YAML_DEPTH = 100
 SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label

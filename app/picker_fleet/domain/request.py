@@ -20,7 +20,7 @@ class Workload(NamedTuple):
     """A request's client workload (spec 001). The `id` '' marks an anonymous workload: one request."""
 
     id: str
-    criticality: int  # from 1 (lowest) to 5 (highest)
+    criticality: int  # criticality from 1 (lowest) to 5 (highest)
 
 
 class LatencyObjective(NamedTuple):

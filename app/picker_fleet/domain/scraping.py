@@ -25,7 +25,7 @@ class Scraping(Section):
     engine: str = AUTO
     engine_label: str = _ENGINE_LABELS[0]  # the endpoint label that has the engine's name
     series: Mapping[str, str] = Field(default={})  # metric -> series; overrides the engine's series
-    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # label -> how to add series
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(default={})  # label -> how to join series
 
     # How to fetch metrics pages; `port` must be set if the pages are not on the port of requests.
     port: Port | None = None

@@ -164,7 +164,7 @@ class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
     token_file: FilePath | None = None  # file with the token, if `token` is unset; an empty file gives none
-    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # more tokens; `token` has the role operator
+    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens, each with a role
     tls: Tls | None = None
     hosts: tuple[HostName, ...] = ()  # accepted Host headers besides loopback and this machine's name
     rate: float = Field(200, gt=0)  # API calls a second from one address; a change counts as ten calls
@@ -291,7 +291,7 @@ OutsideCost = Annotated[Outside, AfterValidator(partial(_usable, extensions.COST
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
 MOST_BAND_BYTES = 2**50  # Lua's doubles sum byte limits up to this exactly
-_MOST_BANDS = 64  # the limit of lua/lib/bands.lua
+_MOST_BANDS = 64  # maximum bands, as in lua/lib/bands.lua
 
 
 def _band_name(name: str) -> str:
@@ -310,7 +310,7 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # for bodies of waiting requests
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # of waiting requests' bodies
 
     @property
     def label(self) -> str:

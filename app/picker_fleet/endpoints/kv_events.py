@@ -105,7 +105,7 @@ class EngineBlocks:
         self.block_tokens = 0  # tokens of a block; 0 until the first block is stored
         self._most = most
         # An engine may store a block several times, and then removes it as often.
-        self._known: dict[int | bytes, tuple[bytes, int]] = {}  # the engine's hash -> link, copies
+        self._known: dict[int | bytes, tuple[bytes, int]] = {}  # the engine's hash -> link, number of copies
 
     def __len__(self) -> int:
         return len(self._known)
@@ -133,7 +133,7 @@ class EngineBlocks:
         yield Changes(is_cleared, stored)
 
     def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:
-        """Apply an event; yield pairs: link, whether its block is stored. Ignore the first pair."""
+        """Apply an event; yield pairs: link, whether its block is stored. The first pair is no change."""
         yield b"", False
         event = msgspec.msgpack.decode(text)
         kind = event["type"] if isinstance(event, dict) else event[0]

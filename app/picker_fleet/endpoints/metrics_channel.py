@@ -126,7 +126,7 @@ class MetricsChannel:
         """Delete the stored readings of `addresses`.
 
         Raises:
-            StateUnavailable: Redis did not answer in time.
+            StateUnavailable: there was no answer in time.
         """
         if listed := list(addresses):
             await self._ask([("HDEL", self._name, *listed)])
@@ -135,7 +135,7 @@ class MetricsChannel:
         """All stored readings; malformed readings are logged and left out.
 
         Raises:
-            StateUnavailable: Redis did not answer in time.
+            StateUnavailable: there was no answer in time.
         """
         time, flat = await self._ask([("TIME",), ("HGETALL", self._name)])
         shift_ms = -self._note_clock(time)

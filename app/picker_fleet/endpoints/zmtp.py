@@ -1,4 +1,4 @@
-"""A client of ZeroMQ sockets over TCP: ZMTP 3.0 without encryption (https://rfc.zeromq.org/spec/23/).
+"""A client of ZeroMQ sockets over TCP, by ZMTP 3.0 without encryption (https://rfc.zeromq.org/spec/23/).
 
 libzmq hands over a message only when the last part has arrived, and bounds neither the number of parts nor
 their sum: a peer that sends parts without end fills the memory, whatever ZMQ_RCVHWM and ZMQ_MAXMSGSIZE are.

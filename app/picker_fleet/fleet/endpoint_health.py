@@ -27,8 +27,8 @@ class Probes:
     """The scraper's `Meter`: counts scrapes in `metrics`. Marks an endpoint down that refuses connections, is
     silent or reports itself unready. Each further timeout confirms the mark; three good answers in a row
     remove the mark. A probe's status decides whether an ejected endpoint is reinstated. An endpoint whose
-    metrics stay the same while requests run is stuck. `caches` gets the pages. `readings` has the fleet's
-    last scraped metrics."""
+    metrics stay the same while requests run is stuck. `caches` gets the scraped pages. `readings` has the
+    fleet's last scraped metrics."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Probes:
         self._store, self._endpoints, self._metrics = store, endpoints, metrics
         self._readings, self._fleet, self._clock = readings, fleet, clock
         self._caches = caches
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # loads, time of change
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # load figures, when changed
         self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # endpoint marked down -> its good answers in a row
         self._version = ""

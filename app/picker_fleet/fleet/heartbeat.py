@@ -402,7 +402,7 @@ class Membership:
             await self._follow_state()
             if self._usage is not None:
                 await self._tenant_metrics.look(self._fleet.tenants if self.leads() else None, self._epoch)
-                with contextlib.suppress(WritesRefused):  # the counts stay; heartbeats go on
+                with contextlib.suppress(WritesRefused):  # unsent usage stays here; heartbeats go on
                     await self._usage.flush()
 
     async def _publishes(self, pulse: HeartbeatReply) -> bool:

@@ -97,7 +97,7 @@ class LimitKeeper:
                 self._dispatched = pool.dispatched_total
             self._stored = found
         self._connection, self._looked_s = self._store.connection_epoch, now_s
-        # If requests above the limits are refused, not queued, the only sign is a limit that is reached.
+        # If no request may wait, a limit that is reached is the only sign of a demand for more.
         never_wait = not bounds.enabled or settings.fair_request_queue.overload == "reject-noncritical"
         waiting = never_wait or pool.queued > 0 or pool.dispatched_total > self._dispatched
         self._dispatched = pool.dispatched_total

@@ -25,7 +25,7 @@ class TenantMetrics:
         self._at = 0
         self._epoch = ""  # the epoch of the state with the balances in `_rows`
         self._rows: dict[str, TenantRow] = {}
-        self._read_s: dict[str, float] = {}  # when each row was read
+        self._read_s: dict[str, float] = {}  # path -> when its row was read
 
     async def look(self, tree: Tree | None, epoch: str) -> None:
         """Read some nodes of `tree` in the state of `epoch`; None: show none. Charges the nodes again if

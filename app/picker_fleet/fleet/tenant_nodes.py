@@ -1,7 +1,7 @@
 """Publishes and follows the nodes of tenants. fleet/heartbeat.py calls it.
 
 The shared state has two hashes of nodes by path: the configured ones, which the leader publishes, and the
-live changes of operators, which win. Each replica follows both hashes.
+live changes of operators, which win. Each replica follows the nodes in both hashes.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class UsageMeter:
         self._hours: dict[int, dict[tuple[str, str], list[float]]] = {}
         self._rows = 0
         self._batch: Batch | None = None  # the batch sent last, until Redis has answered
-        self._last = Batch(0, 0, 0, {})  # the batch made last
+        self._last = Batch(0, 0, 0, {})  # the newest batch, which gives the next batch its number
         self._sending = asyncio.Lock()
 
     def count(self, completion: Completion, leaf: str, model: str) -> None:

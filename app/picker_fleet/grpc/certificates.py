@@ -260,7 +260,7 @@ class _Handshake(asyncio.Protocol):
         self._came = asyncio.Event()
         self._turn: asyncio.Future[None] | None = None
         self._lost = False
-        self.address = ""  # the client's, '' if unknown
+        self.address = ""  # the client's address, '' if unknown
         self._transport: Any = None
         self._task: asyncio.Task[None] | None = None
 

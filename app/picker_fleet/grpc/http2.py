@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._refuse_after = frames.LAST_STREAM
         self._arrived_bytes = 0  # bytes of DATA frames since the connection's window was last opened
         self._headers: HeaderReader[Open | bytes] = HeaderReader(find, malformed=b"")
-        self._block: bytearray | None = None  # an incomplete header block: CONTINUATION frames must follow
+        self._block: bytearray | None = None  # an incomplete header block, before its CONTINUATION frames
         self._block_of = (0, 0)  # the flags and stream id of the header block `_block`
         self._unsent_replies = 0
         self._idle_frames = 0  # the total cost of frames without effect so far

@@ -138,7 +138,7 @@ class ByMetadata(NamedTuple):
 
 
 class Health:
-    """The gRPC health service: `Check` and `Watch` report whether a named service is serving."""
+    """The gRPC health service, where `Check` and `Watch` report whether a named service is serving."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {}

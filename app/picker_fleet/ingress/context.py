@@ -93,7 +93,7 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # times: waits since, began
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # start of wait, of upload
 
     def wait(self, stream: Stream, began_s: float) -> None:
         """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
@@ -545,7 +545,7 @@ def refusal(error: RequestError, overload_status: int, fill: float, path: bytes 
 
 
 def _is_of_anthropic(path: bytes) -> bool:
-    """Whether `path` belongs to Anthropic's API: `/v1/messages`, or a path below `/v1/messages`."""
+    """Whether `path` belongs to Anthropic's API, that is, is `/v1/messages` or a path below it."""
     return b"/v1/messages" in path and b"/v1/messages/" in path.partition(b"?")[0] + b"/"
 
 

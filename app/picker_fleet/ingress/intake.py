@@ -1,4 +1,4 @@
-"""Turns a request's headers and body into an `InferenceRequest`. Pure: its ids are injected.
+"""Turns a request's headers and body into an `InferenceRequest`. The module is pure: ids are injected.
 
 The picker calls this module for each request. The module `headers` parses headers, `json_body` reads JSON
 bodies that are too large or unusual to be decoded whole here, and `bodies` reads bodies that are not plain
@@ -321,7 +321,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Split] = {}
         self._any_rewrite: Split | None = None
-        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # cached by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None

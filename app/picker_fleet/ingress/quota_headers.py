@@ -49,7 +49,7 @@ def _duration(ms: int) -> str:
     """`ms` as OpenAI's API writes a duration: 12ms, 1.5s, 6m0s, 1h0m0s."""
     if ms < 1000:
         return f"{ms}ms"
-    seconds = f"{ms % 60_000 / 1000:g}s"  # at most five digits, which `g` keeps
+    seconds = f"{ms % 60_000 / 1000:g}s"  # at most five digits, which the format `g` keeps
     if ms < 60_000:
         return seconds
     hours, minutes = divmod(ms // 60_000, 60)

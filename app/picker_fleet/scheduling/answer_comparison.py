@@ -1,4 +1,4 @@
-"""Compares the answers of endpoints, to find servers that fail but report success. Bounds its memory; no I/O.
+"""Compares the answers of endpoints, to find servers that fail but report success; in bounded memory.
 
 Each replica compares the answers whose ends it reports (`admission/reports.py`).
 """

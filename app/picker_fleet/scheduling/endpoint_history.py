@@ -352,7 +352,7 @@ class LatencyTracker:
     def __init__(self, *, max_endpoints: int = 4096) -> None:
         self._max_endpoints = max_endpoints
         self._windows: dict[str, deque[float]] = {}
-        self._stats: dict[str, LatencyStats] = {}  # cached, since picks read many endpoints' statistics
+        self._stats: dict[str, LatencyStats] = {}  # statistics are cached, since picks read many
 
     def add(self, address: str, seconds: float) -> None:
         """Add one completion time; ignore it if it is negative, infinite or not a number."""

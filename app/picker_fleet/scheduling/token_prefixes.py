@@ -36,7 +36,7 @@ from picker_fleet.scheduling.route_stream import (
 )
 from picker_fleet.state.primary import raise_if_cancelled
 
-TOKENIZED: Final = ("/chat/completions", "/completions")  # path ends with bodies that /tokenize accepts
+TOKENIZED: Final = ("/chat/completions", "/completions")  # ends of paths whose bodies /tokenize accepts
 _PATH = "/tokenize"
 _HEADER = b"Content-Type: application/json\r\n"
 _DEADLINE_S = 1.0

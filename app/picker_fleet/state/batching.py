@@ -292,8 +292,8 @@ class BatchingClient:
         converted by `parse`. An `urgent` end is not delayed to share a message with an admission.
 
         The future raises:StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
-            WritesRefused: Redis accepts no writes for now. OtherFormat: the pool has another format.
-            ScriptFailed: Redis answered this item with an error.
+            WritesRefused: for now, Redis refuses writes. OtherFormat: the pool has another format.
+            ScriptFailed: the answer to this item is an error.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         if durable and self._pending.count(name) >= MAX_DURABLE:

@@ -21,7 +21,7 @@ class Meaning(enum.Enum):
     ELSEWHERE: this server is not the primary, or not ready; the call is retried on a new connection.
     DENIED: the call is retried a moment later. If a retry is answered ELSEWHERE or DENIED, items that are not
     durable get StateUnavailable.
-    FULL: Redis accepts no writes for now.
+    FULL: for now, Redis refuses writes.
     FORMAT: the pool has another format, or none (lua/lib/pool.lua).
     ITEM: a script failed on one item, for example on a malformed record.
     """

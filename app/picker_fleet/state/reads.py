@@ -520,7 +520,7 @@ class QueueSnapshots:
         """At most `limit` queues in order; sleeps `pause_s` between calls, so that decisions can run.
 
         Raises:
-            StateFault: Redis does not answer.
+            StateFault: there is no answer from Redis.
         """
         found = await (self._read(limit, pause_s) if self._few else self._shared(limit, pause_s))
         self._few = len(found.page.queues) <= CHUNK

@@ -370,8 +370,8 @@ class Store:
     async def publish_changes(
         self, former_version: str, version: str, changes: Mapping[str, Endpoint | None]
     ) -> bool:
-        """Change published endpoints by address; None removes an endpoint. No endpoint may have a limit.
-        Returns False and changes nothing unless `former_version` is the published version."""
+        """Change published endpoints by address; None removes an endpoint. Endpoints with limits are not
+        allowed.Returns False and changes nothing unless `former_version` is the published version."""
         pairs = [
             text
             for address, each in changes.items()
@@ -556,7 +556,7 @@ class Store:
 
     def _dispatch(self) -> None:
         def finish(call: "asyncio.Future[Any]") -> None:
-            if not call.cancelled() and call.exception() is None:  # if it failed, a later call dispatches
+            if not call.cancelled() and call.exception() is None:  # after a failure a later call dispatches
                 self._take_head(call.result())
 
         self._client.call("cancel", self.replica).add_done_callback(finish)

@@ -104,7 +104,7 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx2", "httpcore2", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no warnings of malformed requests
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it would warn of malformed requests
     return handler
 
 
@@ -156,7 +156,7 @@ class DecisionLines:
     """Logs each decision: placements at debug level, refusals at info level, with a limit for each code.
 
     Call `placed` only if `debug`. `explain`, called at debug level only, returns how a request's endpoint was
-    chosen. `clock` returns seconds. Each line has the fields `whose`. All calls come from one event loop.
+    chosen. `clock` returns seconds. Each line has the fields in `whose`. All calls come from one event loop.
     """
 
     def __init__(

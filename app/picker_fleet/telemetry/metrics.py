@@ -260,7 +260,7 @@ class Metrics:
         self.gauges["epp_endpoint_prefill_limit"].follow_all(lambda: _by_endpoint(state.prefill_limits))
 
     def limits_between(self, least: int | None, most: int | None) -> None:
-        """Show the limits' bounds. A bound that is None has no series."""
+        """Show the least and highest limit that the fleet may find. A bound that is None has no series."""
         for gauge, bound in ((self.gauges["epp_limit_min"], least), (self.gauges["epp_limit_max"], most)):
             gauge.replace({} if bound is None else {(): float(bound)})
 

@@ -56,7 +56,7 @@ class Node(msgspec.Struct, frozen=True):
 
 def ancestry(flow: str, separator: str) -> list[str]:
     """The paths of the nodes above and at `flow`, from the top: a, a/b and a/b/c for the flow a/b/c. Without
-    a separator, only the flow."""
+    a separator, the flow is the only path."""
     names = flow.split(separator, LEVELS - 1) if separator else [flow]
     return [separator.join(names[:depth]) for depth in range(1, len(names) + 1)]
 

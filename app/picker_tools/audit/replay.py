@@ -259,8 +259,8 @@ class Replay:
     requests: open requests by id. rules: the settings in force; None while unknown. nodes: the tenants'
     settings in force. waiting, orphaned, running: the number of known requests in that state. stock, queued:
     the values in the last entry; None before the first entry. reordering: requests that waited when the order
-    changed. The log does not show when the sweep reorders such a request, so the checks do not check order
-    while any of these requests waits.
+    changed. The log does not show when the sweep reorders a request in `reordering`, so the checks do not
+    check order while one of them waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:

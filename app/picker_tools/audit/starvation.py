@@ -101,7 +101,7 @@ class Starvation(Check):
                 continue
             self._overdue.insert(at, key)
             self._overdue_of.setdefault(request.queue_key, set()).add(request_id)
-            for _, behind in self._overdue[at + 1 :]:  # the new request precedes these requests
+            for _, behind in self._overdue[at + 1 :]:  # the new request now precedes `behind`
                 if behind in self._limits:
                     self._limits[behind] += 1
             if self._can_be_served(request_id):

@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports lack this type
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports have other types
 
     def data_received(self, data: bytes) -> None:
         try:

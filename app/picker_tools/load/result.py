@@ -119,7 +119,7 @@ class EndpointSample:
 
 @dataclass(slots=True)
 class FaultsInjected:
-    """The injected faults, at times in seconds since the load began. An outage without end is not over."""
+    """The injected faults, with times in seconds of the load. An outage whose end is None is not over."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
     outages: list[tuple[float, float | None]] = field(default_factory=list)

@@ -243,7 +243,7 @@ def build_bootstrap(
     )
 
 
-class _Dumper(yaml.CSafeDumper):  # ten times faster than SafeDumper
+class _Dumper(yaml.CSafeDumper):  # CSafeDumper is ten times as fast as SafeDumper
     """Writes a text that has several lines on several lines of YAML."""
 
 
@@ -432,7 +432,7 @@ class _Manager:
         naming = {}  # the header, or gRPC metadata, that names a request's pool to the picker
         if pool is not None or self.settings.pools:
             naming[POOL_HEADER] = "%METADATA(ROUTE:picker:pool)%" if pool is None else pool
-        read = {name for pair in STEERING for name in pair}  # Envoy drops untrusted ones of these headers
+        read = {name for pair in STEERING for name in pair}  # Envoy drops the untrusted among these headers
         read.update(*(wanted_headers(each) for each in pools_of(self.settings).values()))
         balances = extproc.on_failure == "balance" or None
         if mode == "http":

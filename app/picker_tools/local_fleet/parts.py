@@ -44,7 +44,7 @@ VALKEY_SETTINGS = (
     *("--zset-max-listpack-entries", "32"),
 )
 
-_LONGEST_SOCKET_PATH = 100  # maximum bytes of a socket's path: Linux allows 108, other systems 104
+_LONGEST_SOCKET_PATH = 100  # maximum bytes of a socket's path; Linux allows 108, other systems 104
 
 
 def write_private(path: Path, text: str) -> None:

@@ -258,8 +258,8 @@ class ModelServer:
             await self._complete(scope, receive, reply, chat=path == "/v1/chat/completions")
 
     def _change(self, body: bytes) -> None:
-        """Change slowdown or batch size as `body` says: `{"slowdown": 3, "max_num_seqs": 8}`. Running
-        sequences continue. The key `pulled` names KV blocks, kept for a decode server, to free.
+        """Change slowdown or batch size as the JSON `body` says, such as `{"slowdown": 3, "max_num_seqs":
+        8}`. Running sequences continue. The key `pulled` names KV blocks, kept for a decode server, to free.
 
         Raises:
             ApiError: status 400 for a bad value, or if speed or size of a server that started without a

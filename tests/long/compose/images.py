@@ -19,7 +19,7 @@ _SBOM = f"{_OWN}/sbom.cdx.json"
 _NO_TOOLS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "as", "make"}
 _NO_PACKAGES = {"pip", "setuptools", "ensurepip"}
 
-# Substitutes for official images: Debian's program, with the official image's kind of entry point.
+# Images with Debian's program and the official image's kind of entry point, instead of official images.
 _STAND_INS = {
     REDIS: f"""
         FROM {BASE}
@@ -48,7 +48,7 @@ class Quality:
 
 
 def fetch_or_make(engine: Engine, name: str) -> str:
-    """Make sure that image `name` exists: pull it, or build it from Debian. Returns how, as text."""
+    """Make sure that image `name` exists: pull it, or build it from Debian. Returns words on its origin."""
     if _has(engine, name):
         return "already present"
     try:

@@ -56,7 +56,7 @@ class Server:
         own_listeners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._exchanges = exchanges.all
-        self._open_requests = self._exchanges[0].context.open_requests  # all pools share this counter
+        self._open_requests = self._exchanges[0].context.open_requests  # one counter for all pools
         self._settings = settings
         self._health = Health()
         self._draining = False

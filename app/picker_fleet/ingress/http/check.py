@@ -1,4 +1,4 @@
-"""Decides the requests of mode `http`: Envoy's `ext_authz` filter asks about each request by a check.
+"""Decides the requests of mode `http`, about each of which Envoy's `ext_authz` filter asks by a check.
 
 Envoy's check has the client's method, path and body, and the headers that the picker reads. The answer is 200
 with the endpoint and the fields that the access log later returns (docs/protocol.md), or the refusal for the

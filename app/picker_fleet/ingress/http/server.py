@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks this server about each request.
+"""The HTTP/1.1 server of mode `http`, which Envoy's `ext_authz` filter asks about each request.
 
     GET /healthz            200 while the replica takes requests, else 503; for health checks
     ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
