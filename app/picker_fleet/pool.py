@@ -322,7 +322,7 @@ class Pool:
 
     async def _follow_objects(self, named: KubernetesPool) -> None:
         """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""
-        from picker_kubernetes.objects import InferenceObjects  # this package needs the extra [kubernetes]
+        from picker_kubernetes.objects import InferenceObjects  # needs picker-fleet[kubernetes]
 
         at = urlsplit(self.settings.redis.url)  # without the URL's user and password
         await InferenceObjects(

@@ -100,7 +100,7 @@ class Api:
             status, body = self.refusals.get(path, (200, page))
             writer.write(f"HTTP/1.1 {status} X\r\nconnection: close\r\n\r\n".encode())
             while path == "events" and status == 200:
-                decisions = {"entries": self.decisions, "skipped": 0}  # repeats entries, as a reconnect does
+                decisions = {"entries": self.decisions, "skipped": 0}  # repeated, as after a reconnect
                 for name, data in (("snapshot", self.snapshot), ("decisions", decisions)):
                     text = json.dumps(data, ensure_ascii=False)  # the real API does not escape U+2028 either
                     writer.write(b"" if self.silent else f"event: {name}\ndata: {text}\n\n".encode())

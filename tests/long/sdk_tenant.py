@@ -2,7 +2,7 @@
 
     python sdk_tenant.py openai|anthropic URL KEY WORKERS SECONDS
 
-Each worker makes its next call when its last one has ended. The first worker's client never retries. Prints
+Each worker makes its next call when its last call has ended. The first worker's client never retries. Prints
 the calls as JSON: [{"took_s", "raised", "attempts": [{"at_s", "status", "headers", "body"}]}].
 """
 

@@ -54,7 +54,7 @@ _NODES: Sequence[Mapping[str, Any]] = (
     {"path": _REJECTING, "over_limit": "reject", "limits": [{"requests": 30, "per": "1m"}]},
 )  # fmt: skip
 _WEIGHTS = {node["path"]: node["weight"] for node in _NODES if "weight" in node}
-# Siblings without limits of their own: they share their parent's service by weight.
+# Sibling nodes without limits of their own: they share the parent node's service by weight.
 _SIBLINGS: Mapping[str, Sequence[Sequence[str]]] = {
     "organisations": [["north", "south", "crowd"]],
     "teams": [

@@ -543,7 +543,7 @@ class PoolModel:
     # Dispatch
 
     def _dispatch(self) -> tuple[int, int]:
-        """Grant while the stock is below its lower and within its upper bound. Returns (attempts, grants)."""
+        """Grant requests while the stock is below the lower bound. Returns (attempts, grants)."""
         if not self._timed:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings

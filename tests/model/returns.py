@@ -285,7 +285,7 @@ class World:
     # Saving and restoring the state
 
     def state(self, before: State | None = None, who: int = 0) -> State:
-        """The present state of this world. `before`: its former state, if only `who` took a step since."""
+        """The present state of this world. `before`: an earlier state, after which only `who` took a step."""
         pool = self.pool
         if before is None:
             gates = tuple(gate.failover.save() for gate in self._gates)

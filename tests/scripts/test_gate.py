@@ -221,7 +221,7 @@ async def test_a_client_that_disconnects_when_its_grant_arrives_leaves_no_state(
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
-async def test_a_placement_moves_if_its_endpoint_is_marked_before_the_owner_is_notified(
+async def test_a_placement_moves_if_its_endpoint_is_marked_down_before_the_owner_is_notified(
     fleet: OpenFleet, what: str
 ) -> None:
     # Replica `b` receives no wake-ups.

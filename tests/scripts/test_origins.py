@@ -69,7 +69,9 @@ async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> N
         assert not await it.has("origins")
 
 
-async def test_a_read_of_stored_state_goes_to_its_endpoint_unless_this_is_down(fleet: OpenFleet) -> None:
+async def test_only_if_an_endpoint_is_down_reads_of_its_state_go_elsewhere(
+    fleet: OpenFleet,
+) -> None:
     async with fleet("a", endpoints=2) as (_, a):
         # Reads of stored state also go to a draining endpoint, because no other endpoint has this state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
@@ -80,7 +82,9 @@ async def test_a_read_of_stored_state_goes_to_its_endpoint_unless_this_is_down(f
         assert a.route((E1,), origin=E2) == (E1,)
 
 
-async def test_a_request_waits_for_a_full_endpoint_with_its_state_unless_it_is_down(fleet: OpenFleet) -> None:
+async def test_only_if_an_endpoint_is_down_requests_with_its_state_go_elsewhere(
+    fleet: OpenFleet,
+) -> None:
     async with fleet("a", listening=True, endpoints=2) as (it, a):
 
         async def admitted(name: str) -> tuple[str, ...]:

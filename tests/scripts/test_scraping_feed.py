@@ -88,7 +88,7 @@ def without_times(it: EndpointMetrics) -> EndpointMetrics:
     return replace(it, scraped_ms=0, before_ms=None)
 
 
-async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None:
+async def test_times_of_received_readings_are_converted_to_the_receiving_replicas_clock(pair: Pair) -> None:
     one, two = pair
     async with following(two) as follower:
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
@@ -113,7 +113,7 @@ async def test_a_new_follower_gets_the_stored_readings_aged_by_the_clock_of_redi
     assert without_times(follower.readings["a:1"]) == without_times(reading(0))
 
 
-async def test_a_follower_receives_its_own_messages_without_readings(pair: Pair) -> None:
+async def test_a_replica_receives_its_own_published_messages_without_readings(pair: Pair) -> None:
     one, _ = pair
     async with following(one) as follower:
         await one.publish({"a:1": reading(999_000)})
@@ -144,7 +144,7 @@ async def test_unreadable_readings_of_endpoints_are_ignored(valkey_url: str, poo
     assert follower.links == 1
 
 
-async def test_a_follower_reconnects_and_gets_the_readings_that_it_missed(valkey_url: str, pool: str) -> None:
+async def test_a_reconnected_replica_gets_the_readings_that_it_missed(valkey_url: str, pool: str) -> None:
     async with (
         two_replicas(valkey_url, pool) as (one, two),
         Redis.from_url(valkey_url) as redis,

@@ -27,8 +27,8 @@ def scorers(bodies: Mapping[str, str]) -> str:
 def install(
     folder: Path, source: str, entries: Mapping[str, str], group: str = "scorers", name: str = "racks"
 ) -> None:
-    """Install the distribution `name` 1.0 with the module `name` of the text `source`. `entries` are its
-    entry points: name -> object."""
+    """Install the distribution `name` 1.0 with the module `name` of the text `source`. `entries` are the
+    distribution's entry points: name -> object."""
     (folder / f"{name}.py").write_text(source)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()

@@ -70,7 +70,7 @@ async def test_an_endpoints_row_gives_the_reason_of_its_limit_in_force_also_in_a
     assert replica.reads == 1
 
 
-async def test_a_limit_below_the_found_one_is_not_called_full_if_the_bounds_have_just_changed() -> None:
+async def test_an_endpoint_is_not_called_full_just_after_a_change_of_the_bounds() -> None:
     replica = Replica({"max_per_backend": 5})
     assert (await rows(replica.view()))[FULL] == (5, "max_per_backend; the fleet found 36", None, False)
 

@@ -438,7 +438,7 @@ async def test_an_unexpected_error_is_logged_and_answered_with_500(caplog: pytes
 
 
 @pytest.mark.parametrize(("mode", "count"), [("standard", 2), ("lean", 1)])
-async def test_a_placement_is_withdrawn_unless_envoy_gets_its_last_message(mode: str, count: int) -> None:
+async def test_a_placement_is_withdrawn_unless_envoy_gets_the_whole_answer(mode: str, count: int) -> None:
     for given_out in range(count + 1):
         talk = Talk()
         talk.gate.placement = PLACEMENT._replace(waited_s=2.5)

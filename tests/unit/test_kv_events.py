@@ -151,7 +151,7 @@ prompts = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), max_size=40)
 
 
 @given(prompts, st.integers(9, 30), st.integers(30, 60))
-def test_with_its_events_the_index_predicts_exactly_what_an_engine_has_whatever_its_capacity(
+def test_the_prefix_index_predicts_exactly_what_an_engine_has_if_it_gets_the_engines_events(
     served: list[tuple[int, int]], capacity: int, believed: int
 ) -> None:
     cache, index = PrefixCache(capacity), PrefixIndex(per_endpoint=believed, clock=lambda: 0.0)

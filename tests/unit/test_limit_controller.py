@@ -205,7 +205,7 @@ def test_an_engine_that_refused_all_requests_for_a_while_runs_as_many_again_soon
     assert controller.limits()[A] >= 90
 
 
-def test_an_engine_that_queues_only_requests_of_others_keeps_its_limit() -> None:
+def test_an_engine_that_queues_only_requests_of_other_routers_keeps_its_limit() -> None:
     controller = LimitController(least=1, most=100, initial=20)
     for now_s in range(8):
         controller.look(float(now_s), {A: Observation(0, Page(now_s - 0.1, 5, 8))}, waiting=True)

@@ -194,7 +194,7 @@ async def test_a_replica_that_leads_after_redis_lost_the_limits_does_not_start_f
     assert await late.look() == 8, "only the pinned limit was seen"
 
 
-async def test_a_page_counts_once_even_if_the_leader_takes_longer_to_look_at_it_at_first() -> None:
+async def test_a_metrics_page_counts_once_even_if_the_time_of_its_scrape_seems_to_move() -> None:
     leader = Leader(storing(8))
     leader.waiting = 20
     leader.lag_s = 0.005

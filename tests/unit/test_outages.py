@@ -125,7 +125,7 @@ async def test_without_redis_a_replica_grants_its_share_of_a_tenants_remaining_l
         assert bench.store.top_ups == [("acme", "requests", "3600000", pytest.approx(-2))]
 
 
-async def test_a_tenants_request_starts_when_another_replica_gets_the_end_of_one_in_flight() -> None:
+async def test_a_tenants_waiting_request_starts_when_another_replica_gets_the_end_of_a_running_one() -> None:
     acme = {"path": "acme", "max_parallel_requests": 2}
     config, peers = {"tenants": {"nodes": [acme]}}, DirectPeers()
     a, b = Bench(config=config, peer_client=peers), Bench(config=config, replica="b")

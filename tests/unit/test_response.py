@@ -125,7 +125,7 @@ def test_the_usage_of_a_compressed_answer_is_read_unless_it_is_a_bomb(answer: by
         assert counts(damaged, 100, b"gzip") == (None, None)
 
 
-def test_renaming_the_model_charges_its_work_by_the_tokens_of_the_text() -> None:
+def test_the_work_of_renaming_a_model_is_charged_by_the_tokens_of_the_text() -> None:
     charged: list[int] = []
     rename = ModelRename("target", "mine", charged.append)
     rename.push(b'{"text":"%s",' % (b"x" * 16_000), ended=False)

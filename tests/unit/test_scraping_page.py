@@ -156,7 +156,7 @@ def test_the_remark_on_a_page_names_the_first_three_of_many_faults() -> None:
     assert read("run 1\n" + "queue x\n" * 100).remark == "; ".join(told)
 
 
-def test_a_page_of_any_length_is_read_in_steps_and_its_work_is_bounded() -> None:
+def test_a_metrics_page_of_any_length_is_read_in_steps_and_the_work_for_it_is_bounded() -> None:
     noise = b"".join(b'other_bucket{le="%d"} 1\n' % at for at in range(2000))
     long = b'queue{engine="0"} 3\n' + noise * 80 + b'run 2\nqueue{engine="1"} 4\n'
     assert len(long) > 3_000_000

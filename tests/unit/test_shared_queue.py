@@ -255,7 +255,7 @@ async def test_access_log_entries_that_are_read_just_after_a_pause_renew_no_leas
     assert bench.store.alive == [("before", "token")]
 
 
-async def test_an_answer_that_stops_growing_renews_its_lease_every_other_time_and_without_token(
+async def test_an_answer_that_stops_growing_renews_its_lease_half_as_often_and_without_accounting_token(
     bench: Bench,
 ) -> None:
     # The shared state of the last epoch may have lost the request, and so gets the token.

@@ -160,7 +160,7 @@ def test_the_error_for_a_file_of_a_million_nodes_names_the_node_at_its_limit() -
     "none": ("acme/search/key", None),
     "the eighth level has the rest": ("1/2/3/4/5/6/7/8/9", "1/2/3/4/5/6/7/*"),
 })  # fmt: skip
-def test_a_node_has_its_own_settings_else_its_parents_for_children_else_its_levels(
+def test_a_node_without_settings_of_its_own_has_its_parents_for_children_or_else_those_of_its_level(
     path: str, expected: str | None
 ) -> None:
     found = tree(*map(node, ("acme/search", "acme/*", "*/*", "*", "1/2/3/4/5/6/7/*"))).node(path)

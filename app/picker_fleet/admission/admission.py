@@ -250,7 +250,7 @@ class Admission:
             return
         # In an outage, a request that Redis has placed is released by the replica that gets its end.
         if self.failover.outage is None or entry.is_local:
-            token = self._own_token(completion.accounting_token)  # the later report of the end makes the span
+            token = self._own_token(completion.accounting_token)  # Envoy's later report makes the trace span
             self.settle(completion._replace(accounting_token=token))
 
     def suspect(self, request_id: str) -> None:

@@ -338,7 +338,7 @@ class ServiceMeter:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # the last report and its second
+        self._reported: tuple[int, ServiceReport] | None = None  # the last report and the second it is of
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())

@@ -42,7 +42,7 @@ class RedisUse(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EndedCharge:
     """How a request ended that another replica charged to tenants' limits. `unserved`: no model server
-    answered the request. `usage`: its tokens of prompt, cached prompt and answer; None if unknown."""
+    answered the request. `usage`: the request's tokens of prompt, cached prompt and answer, if known."""
 
     unserved: bool
     usage: Sequence[float] | None

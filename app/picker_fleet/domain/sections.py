@@ -273,7 +273,7 @@ class Model(Objective):
 
 
 class Outside(Section):
-    """An extension (domain/extensions.py) and its parameters, which it checks itself."""
+    """An extension (domain/extensions.py) and the parameters, which the extension itself checks."""
 
     name: Name
     parameters: dict[str, Any] = {}

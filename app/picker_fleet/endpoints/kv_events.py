@@ -265,7 +265,7 @@ class KvEventReader:
             while True:
                 parts = await events.receive(_IDLE_S)
                 if parts is None:
-                    if expected is not None and not is_complete:  # read what the subscription missed
+                    if expected is not None and not is_complete:  # read events that the subscription missed
                         expected, is_complete = await replay(expected), True
                     self._listener.changed(address, blocks.block_tokens, Changes(False, {}))
                     continue

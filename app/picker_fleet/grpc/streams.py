@@ -1,6 +1,6 @@
 """gRPC streams of messages on HTTP/2 connections (`http2.py`), and the limits on all connections together.
 
-`native.NativeTransport` makes a `GrpcStream` for each request; its connection starts its handler.
+`native.NativeTransport` makes a `GrpcStream` for each request; the HTTP/2 connection starts the handler.
 """
 
 import asyncio

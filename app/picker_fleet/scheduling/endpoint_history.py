@@ -148,7 +148,7 @@ class PrefixIndex:
     ) -> None:
         self._per_endpoint, self._in_total, self._clock = per_endpoint, in_total, clock
         self._caches: dict[str, EngineCache] = {}
-        self._kv_tokens: dict[str, float] = {}  # address -> tokens of its KV cache, by its page
+        self._kv_tokens: dict[str, float] = {}  # address -> KV cache in tokens, by the metrics page
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._followed: dict[str, tuple[int, float]] = {}  # address -> tokens of a block, valid until
         self._holders: dict[bytes, tuple[str, ...]] | None = None

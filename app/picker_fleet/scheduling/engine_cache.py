@@ -211,9 +211,9 @@ class EngineCache:
         return not self.tells or self._strikes > 0 or kept > self.capacity or 0 < evicted <= self.capacity
 
     def learn(self, evidence: Evidence, most: int, *, of_answer: bool) -> list[bytes]:
-        """Move the estimate, to at most `most` blocks. Clears the cache if several answers in a row had
-        nothing cached of blocks used lately. Returns the blocks that were dropped. `of_answer`: the evidence
-        comes from an answer's cached tokens."""
+        """Move the estimate of the cache's capacity, to at most `most` blocks. Clears the cache if several
+        answers in a row had nothing cached of blocks used lately. Returns the blocks that were dropped.
+        `of_answer`: the evidence comes from an answer's cached tokens."""
         self.tells = self.tells or of_answer
         kept, evicted = evidence
         capacity = self.capacity

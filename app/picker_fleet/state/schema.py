@@ -66,10 +66,11 @@ PLACED_LOAD = "load="
 PREFILL = "prefill="
 # A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
 # Until the request is placed, RECORD_BYTES may follow: the size of the request's body and the epoch that
-# counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither is
-# set, both are absent. While another endpoint computes the prompt of a placed request, its record ends in one
-# more text, the prefill endpoints, best first. With tenants, a record that was charged or has waited has all
-# parts, then RECORD_CHARGE (lua/lib/quotas.lua), and 4 is added to its state's number; else `tenancy` is 0.
+# counts it; then, while the request waits, a byte 1 if its grant may place it on any endpoint. If neither the
+# size nor the byte is set, both are absent. While another endpoint computes the prompt of a placed request,
+# its record ends in the text of the prefill endpoints, best first. With tenants, a record that was charged or
+# has waited has all parts, then RECORD_CHARGE (lua/lib/quotas.lua), and 4 is added to its state's number;
+# else `tenancy` is 0.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",

@@ -60,7 +60,7 @@ def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_the_option_may_r
     assert faults([served()], log) != []
     assert faults([served()], log, may_resume=True) == []
     assert check_history([served()], log, may_resume=True).resumed == 1
-    # A late renewal restores a reclaimed request. If its end is lost too, its lease ends it once more.
+    # A late renewal restores a reclaimed request. If its end is lost too, it is reclaimed again.
     log = [*lifecycle_log("reclaimed"), entry(3, "restored", stock=2), entry(4, "reclaimed")]
     assert check_history([], log).highest_stock == 1
     assert faults([served()], log, may_end=("reclaimed",)) != []
