@@ -6,7 +6,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] JSON {setting: value}, named as in publish; null removes a change
--- args[3] JSON the same changes as the operator wrote them, for display; merged in the same way
+-- args[3] JSON {setting: value}: these changes in the operator's own words, for display; merged like args[2]
 --
 -- Returns {epoch, notifications, attempts, served, tuned version}; version '' while the pool is unknown
 

@@ -72,7 +72,7 @@ function view.flow_queues(band, throttled) return (throttled == 0 and key.flows 
 -- With tenants: append the leaves below `parent` to `found` (name, start tag, name, start tag ...), with start tags as
 -- if they were children of the root. While all children of a node are backlogged, each turn of the node raises its tag
 -- by 1 / weight, and the virtual time of its children by 1 / (sum of their weights), for a cost of 1. So a difference
--- of tags below the node, times `scale`, is a difference of the root's tags. `start` is the parent's own tag.
+-- of tags below the node, times `scale`, is a difference of the root's tags. `start` is the tag of `parent`.
 local MOST_LEAVES = 400
 function view.add_leaves(found, scales, members, start, scale)
   local weights, sum = {}, 0

@@ -22,6 +22,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[Server]:
-    """A Valkey server of this test alone, which may kill, stop and restart it."""
+    """A Valkey server of this test alone: the test may kill, stop and restart it."""
     with redis_server(tmp_path / "valkey") as server:
         yield server

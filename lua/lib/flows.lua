@@ -49,8 +49,8 @@ end
 -- With tenants, the queueing is hierarchical (Goyal, Guo, Vin, "A Hierarchical CPU Scheduler for Multimedia Operating
 -- Systems", OSDI 1996): each inner node has an order, a virtual time and finish tags for its children. A `member` of an
 -- order is a flow queue or an inner node; the `parent` of a member is an inner node, '' for the band itself. A turn
--- goes from the band down to a flow queue, always to the least tag, and charges each member. An inner node is in
--- its parent's order, or throttled, while any of its own children is in order.
+-- goes from the band down to a flow queue, always to the least tag, and charges each member that it passes. An inner
+-- node is in its parent's order, or throttled, while any of its own children is in order.
 local queue = {flow_queue = order.flow_queue, has_lengths = false, LAST_PAGE = 1e6}
 do
   local clamp = bands.clamp

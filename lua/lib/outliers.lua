@@ -159,7 +159,7 @@ do
   end
 
   -- Limit the requests in flight of a full endpoint for `hold_ms` (0: unknown) to the present number, less `mine`, the
-  -- refused requests that are still counted there. After this time raise the limit by one as a test. The time doubles
+  -- refused requests that are still counted there. After `hold_ms` the limit grows by one as a test. `hold_ms` doubles
   -- each time the endpoint is full again before it answers a request.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end

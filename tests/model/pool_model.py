@@ -332,7 +332,7 @@ class PoolModel:
         return (max(left, 0) - 1e-6) / mean
 
     def _pending(self, blocker: str) -> list[Request]:
-        """The requests of live replicas that are granted for the room of `blocker`, and not decided yet."""
+        """The live replicas' requests that were granted because `blocker` had room, still unplaced."""
         live = self.live(self.moment.settings["silence_ms"])
         return [r for r in self.requests.values() if r.blocker == blocker and r.owner in live]
 

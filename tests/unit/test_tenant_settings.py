@@ -476,7 +476,7 @@ async def test_requests_do_not_wait_while_a_replica_parses_many_nodes() -> None:
     for _ in range(500):
         await asyncio.sleep(0)
     assert not reading.done()
-    reading.cancel()  # as at the deadline of a call of the admin API
+    reading.cancel()  # as if the call of the admin API timed out
     await asyncio.wait([reading])
     found = await nodes.follow("1")
     assert found is not None

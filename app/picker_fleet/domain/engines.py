@@ -86,7 +86,7 @@ class Engine:
     models_path: str = ""
 
 
-# The order of engines matters: if a page has equally many metrics of several engines, the first counts.
+# The order of engines matters: if a page has as many metrics of two engines, the first engine counts.
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (

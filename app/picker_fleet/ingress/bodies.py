@@ -50,7 +50,7 @@ async def decode(
     Raises:
         UnsupportedEncoding: an encoding is unknown or wrong, or `text` has too many encodings.
         PayloadTooLarge: the decoded body exceeds the limit.
-        BufferFull: the replica's budget is used up.
+        BufferFull: the replica's budget for bodies is used up.
     """
     names = [name.strip().lower() for name in encodings.decode("latin-1").split(",")]
     names = [name for name in names if name not in ("", "identity")]

@@ -502,7 +502,7 @@ class EndpointChooser:
     ) -> MetLoads:
         """Record that `request` was placed on the first of `endpoints`, and its prefill, if the request is
         split, on the first of `prefillers`; `live` are the loads that the script compared (lua/place.lua).
-        Returns the endpoints' loads at that time."""
+        Returns the endpoints' loads when it was placed."""
         self._explanations.add(request.id, choice.basis, endpoints, live, choice.split, prefillers)
         loads = MetLoads()
         placed_on = (endpoints[0], *prefillers[:1])

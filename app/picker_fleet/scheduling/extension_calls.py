@@ -162,7 +162,7 @@ class Calls(Generic[R]):
 
 
 class Extensions:
-    """The extensions that a pool's settings name, each within its budget: a call left out returns None.
+    """The extensions that a pool's settings name; a call that fails or is late returns None.
 
     Raises:
         StartupError: an extension cannot be made.

@@ -70,7 +70,7 @@ class Forecasts:
 
     def placed(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> MetLoads:
         """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the endpoint's
-        load at that time, or no load if the answer is not streamed, since its times are of no use."""
+        load for this request, or no load if the answer is not streamed, since its times are of no use."""
         load, _ = self._place(request.model, request, state, matches)
         return MetLoads(load) if request.stream else MetLoads()
 
@@ -132,8 +132,8 @@ class Forecasts:
     def _place(
         self, model: str, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]
     ) -> tuple[Load, Prediction | None]:
-        """Count the prompt of `request` on the endpoint in `state`. Returns the endpoint's load at that time,
-        and the request's predicted time to the first token."""
+        """Count the prompt of `request` on the endpoint in `state`. Returns the endpoint's load for this
+        request, and the request's predicted time to the first token."""
         own_tokens = _own_tokens(request, state, matches)
         load = self._load(state, own_tokens)
         ttft = self._routes.model.forecast(model, state.address, load).ttft

@@ -108,7 +108,7 @@ class Usage(NamedTuple):
 
 class UsageMark(NamedTuple):
     """The last batch of usage that a replica sent for an hour. `left`: the replica has since left. The mark
-    of the replica '' says when a replica noticed that Redis had lost usage."""
+    for a replica named '' says when a replica noticed that Redis had lost usage."""
 
     sent_ms: int
     left: bool

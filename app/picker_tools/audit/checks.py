@@ -330,7 +330,7 @@ class Deadline(Check):
     def check(self, step: Step) -> None:
         entry = step.entry
         if self._last is not None and entry.time_us != self._last.time_us:
-            self._check_waiting(self._last)  # the last decision has no further entry
+            self._check_waiting(self._last)  # a later time: the decision before is complete
         self._last = entry
         if entry.event in ("granted", "bypassed"):
             self._finding.checked += 1
