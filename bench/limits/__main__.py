@@ -68,7 +68,7 @@ async def _search(them: Servers, kind: Kind, replicas: int) -> Searched:
 
 
 async def _compare(kind: Kind, sizes: Sequence[int], folder: Path, replicas: int, rounds: int) -> str:
-    """Compare the best static bound with the limits that the fleet finds; a round has one run of each."""
+    """Compare the best static bound with the limits that the fleet finds: a round has a run with each."""
     async with servers(folder, sizes) as them:
         searched = await _search(them, kind, replicas)
         best = best_bound(searched)

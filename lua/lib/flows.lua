@@ -510,8 +510,8 @@ do
     return by_tag
   end
 
-  -- If `blocker` (throttle.lua) has room, put the first throttled flow queue that waits for it back in order. Flow
-  -- queues before that one may be in order, but below a throttled tenant.
+  -- If `blocker` (throttle.lua) has room, put the first throttled flow queue that waits for it back in order. Waiting
+  -- flow queues before it may be in order already, below a throttled tenant.
   local ROOM_LOOKS_AT = 64
   function queue.use_room(blocker)
     if not (throttle.is_used() and throttle.has_room(blocker)) then return end

@@ -20,7 +20,7 @@ do -- a chunk may have 200 locals
     separator, paths, paths_known, parents, parents_known = settings.tenants.separator, {}, 0, {}, 0
   end
 
-  -- Return the paths of a flow's nodes, from the top. The last of MOST_LEVELS nodes is the whole flow.
+  -- Return the paths of a flow's nodes, from the top. If they are MOST_LEVELS, the last node is the whole flow.
   function tenants.paths(flow)
     local found = paths[flow]
     if found then return found end

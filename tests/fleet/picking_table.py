@@ -44,7 +44,7 @@ class Case:
     letters of the answer's endpoints, best first, or the reason of a refusal.
 
     `group` names the replica's configuration. Requests in `before` have ended, those in `running` are in
-    flight; an operator drains the servers in `drained`. With `waits` the request queues until another ends.
+    flight; an operator drains the servers in `drained`. With `waits` the request waits in the queue first.
     """
 
     name: str

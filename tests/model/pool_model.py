@@ -318,7 +318,7 @@ class PoolModel:
         return sum(max(each, 0) for each in room.values()) - sum(r.taken for r in granted)
 
     def _slots(self, blocker: str) -> float:
-        """How many more requests an endpoint accepts, or a prefill endpoint ('=' before its address)."""
+        """How many more requests the endpoint `blocker` accepts ('=' marks a prefill endpoint)."""
         address, is_prefill = blocker.removeprefix("="), blocker.startswith("=")
         stage = self.prefill if is_prefill else self.endpoints
         if address not in stage.open or address not in stage.counts:

@@ -44,7 +44,7 @@ def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: Scri
     pool = pool_of(side, {"a": {"limits": [limit("tokens", 100, burst=20)]}}, **ROOMY, guard_share=1.0)
     text = "{flow}{n} flow={flow} prompt_tokens=9 answer_tokens=1 ttl_ms=600"
     pool.admit(many(text.replace("{flow}", "a/x"), 4))
-    assert pool.granted == []  # the first two were placed without a grant
+    assert pool.granted == []  # two requests were placed without a grant
     assert pool.admit("b0 flow=b") == ["placed e1 2"]
     pool.passes(99)
     pool.beat()

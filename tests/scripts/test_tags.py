@@ -139,7 +139,7 @@ async def test_requests_are_served_and_expire_despite_stray_entries_in_a_sorted_
 
 
 @pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "candidates:1"])
-async def test_a_metric_counts_dropped_entries_without_a_request(fleet: OpenFleet, kind: str) -> None:
+async def test_a_metric_counts_dropped_index_entries_without_request(fleet: OpenFleet, kind: str) -> None:
     async with fleet("a", upper_per=1, lower_per=1, total_capacity=1) as (it, a):
         await a.admit("first")
         await a.admit("waits", band=1)

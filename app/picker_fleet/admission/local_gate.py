@@ -267,9 +267,9 @@ class LocalGate:
         return max(turn[0].cost - max(self.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
-        """Give budget to a peer. If neither a request nor another peer waits here, give up to `maximum` at
-        once; otherwise give `minimum` at the peer's turn. Returns the amount given; 0 if the peer's turn does
-        not come within `wait_s` seconds."""
+        """Give budget to a peer. If neither a request nor another peer waits here, give at once at most
+        `maximum`; otherwise give `minimum` at the peer's turn. Returns the amount given; 0 if the peer's turn
+        does not come within `wait_s` seconds."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
         if not self._waiting and len(self._turns) == 1 and self.free >= minimum:
             granted = min(maximum, self.free)

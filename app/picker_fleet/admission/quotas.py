@@ -279,8 +279,8 @@ class Quotas:
         return ";".join(filter(None, (self.shown(charge.flow), "demoted=1" if charge.demoted else "")))
 
     def shown(self, flow: str) -> str:
-        """The balances that answers show (lua/lib/quotas.lua): of the limits for requests and of those for
-        tokens, the one with the least part left, as if each replica had as much left as this replica."""
+        """The balances that answers show (lua/lib/quotas.lua): the request limit and the token limit with the
+        least part left, if each replica has as much left as this replica."""
         worst = dict[str, tuple[float, Limit]]()
         for node in self._nodes(flow):
             for limit in node.limits:

@@ -1,4 +1,4 @@
-"""Finds scorers, filters, orderings and cost estimators from outside: entry points of distributions.
+"""Finds installed scorers, filters, orderings and cost estimators: entry points of distributions.
 
 The configuration names an extension; this module finds, imports and checks it. The installed entry points are
 read once, and only if the configuration names a scorer or an extension. `picker_fleet.extensions` describes

@@ -37,7 +37,7 @@ class KnownFleet:
 
     @property
     def picks_by_metrics(self) -> bool:
-        """Whether a scorer reads metrics pages of model servers; scorers and filters from outside may."""
+        """Whether a scorer reads metrics pages of model servers; installed scorers and filters may."""
         scheduling = self.config.settings.scheduling
         names = (*scheduling.weights, *scheduling.prefill_weights)
         return bool(scheduling.filters) or any(use_of(name).pages for name in names)

@@ -47,12 +47,12 @@ BUILT_IN: Final[Mapping[str, ScorerUse]] = {
 
 
 def use_of(scorer: str) -> ScorerUse:
-    """The scorer's inputs; a scorer from outside may read everything."""
+    """The scorer's inputs; an installed scorer may read everything."""
     return BUILT_IN.get(scorer, ScorerUse(pages=True, request=True))
 
 
 def _scorer_name(value: str) -> str:
-    """Return `value` if it names a scorer of this project or from outside.
+    """Return `value` if it names a built-in or an installed scorer.
 
     Raises:
         ValueError: no scorer has that name, so the message lists the valid names; or the scorer is unusable.
@@ -153,9 +153,9 @@ class Scheduling(Section):
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = Field(default={})
     stages: Stages = Stages()
-    # Parameters of scorers from outside by name; in the list `scorers` each entry may have `parameters`.
+    # Parameters of installed scorers by name; in the list `scorers` each entry may have `parameters`.
     scorer_parameters: dict[str, dict[str, Any]] = Field(default={})
-    filters: tuple[OutsideFilter, ...] = ()  # filters from outside, which run after the built-in ones
+    filters: tuple[OutsideFilter, ...] = ()  # installed filters, which run after the built-in filters
     extension_budget: Duration = Field(0.001, gt=0, le=0.1)  # maximum time for one call of an extension
     session_keys: tuple[SessionKey, ...] = ()  # session keys for the scorer session-affinity
     # Port of the engines' KV events, the replay port is the next (docs/picking.md); null: they are not read.
@@ -169,7 +169,7 @@ class Scheduling(Section):
 
     @property
     def outside(self) -> set[str]:
-        """The scorers from outside, of the pool and of its stages."""
+        """The installed scorers of the pool and of its stages."""
         return {*self.scorers, *self.weights, *self.prefill_weights} - BUILT_IN.keys()
 
     @property

@@ -2,7 +2,7 @@
 reading. scraper.py makes readings, metrics_channel.py shares them, scheduling/ uses them.
 
 A reading has a time in milliseconds: by the replica's own monotonic clock in memory, by Redis's clock in
-messages. Adding `shift_ms` converts a time from one to the other; clocks of two replicas are never compared.
+messages. Adding `shift_ms` converts a time from clock to clock; clocks of two replicas are never compared.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -247,7 +247,7 @@ class Membership:
         return await self._store.endpoints()
 
     async def state(self) -> SharedState:
-        """Read the shared state; during an outage of Redis return the last one. Raises StateUnavailable."""
+        """Read the shared state; in an outage return the state read last. Raises StateUnavailable."""
         if (outage := self._failover.status()) is None:
             try:
                 return await self._read()
@@ -274,7 +274,7 @@ class Membership:
         self._look_later(_LOOKS)
 
     def tenants_found(self, nodes: Sequence[Node]) -> None:
-        """Use the nodes of tenants from the watched file. The leader publishes the nodes at once."""
+        """Use the nodes of tenants from the watched file. The leader publishes these nodes at once."""
         self._tenants.found(nodes)
         self.heartbeat_now(full=False)
 

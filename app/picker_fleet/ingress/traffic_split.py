@@ -1,10 +1,10 @@
 """Chooses the variant of a model for a request, by a keyed hash of the request's identity. Pure.
 
-The identity is the request's id if the gateway has set it, else its flow and body (intake.py). Every replica
-has the pool's key (state/accounting_token.py), so all replicas choose the same variant for an identity, also
-for a retry, without a call to Redis. Clients lack the key, so they cannot predict the variant of an identity.
-The shares hold on average: a variant with share p gets n p of n requests, with a standard deviation of sqrt(n
-p (1 - p)) (docs/decisions.md, 26).
+A request's identity is its id if the gateway has set the id, else its flow and body (intake.py). Every
+replica has the pool's key (state/accounting_token.py), so all replicas choose the same variant for an
+identity, also for a retry, without a call to Redis. Clients lack the key, so they cannot predict the variant
+of an identity. The shares hold on average: a variant with share p gets n p of n requests, with a standard
+deviation of sqrt(n p (1 - p)) (docs/decisions.md, 26).
 """
 
 from bisect import bisect_right

@@ -362,8 +362,8 @@ class EndpointChooser:
     def _looked_at(
         self, states: EndpointStates, request: InferenceRequest, pick: PickRequest
     ) -> Sequence[EndpointState]:
-        """The endpoints of the stage prefill or encode that a pick looks at: all if filters from outside
-        keep none of a sample."""
+        """The endpoints of the stage prefill or encode that a pick looks at: all if installed filters exclude
+        a whole sample."""
         found = states.looked_at(request, "")
         if not states.samples or not self._extensions.filters:
             return found

@@ -32,7 +32,7 @@ class LeastLoadedPick(NamedTuple):
     selector: Mapping[str, str]
     candidates: str
     has_state: bool = False  # the request names an id, and the only candidate has its state
-    excluded: Mapping[str, str] = MappingProxyType({})  # address -> reason of a filter from outside
+    excluded: Mapping[str, str] = MappingProxyType({})  # address -> reason of an installed filter
 
 
 PickBasis = Ranking | LeastLoadedPick

@@ -171,7 +171,7 @@ class Scheduler:
     """Ranks endpoints by one set of weights (scorer name -> weight, from the configuration).
 
     Weights are normalised, so that totals stay in [0, 1]. Without weights all candidates score 0. The
-    arguments `scorers` and `filters` are from outside.
+    arguments `scorers` and `filters` are installed extensions.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Scheduler:
 
     def can_share(self, pick: PickRequest) -> bool:
         """Whether other requests with the same inputs for all scorers may reuse the ranking for `pick`."""
-        if self._has_outside:  # scorers from outside may read anything of the request
+        if self._has_outside:  # installed scorers may read anything of the request
             return False
         return pick.subset is None and not pick.selector and not pick.forecasts and not self._is_random
 

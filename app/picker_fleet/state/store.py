@@ -411,8 +411,8 @@ class Store:
 
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
-        configuration, or of operators. The path '' may come first, with a version: if another is in force,
-        nothing is changed. Returns the new version; '' while the pool is unknown; STALE."""
+        configuration, or of operators. The path '' may come first, with a version: nothing is changed unless
+        this version is in force. Returns the new version; '' while the pool is unknown; STALE."""
         version, left = "", list(nodes.items())
         while left:
             some, left = left[:_NODES_AT_ONCE], left[_NODES_AT_ONCE:]

@@ -149,7 +149,7 @@ class FlowQueue:
 
     @property
     def throttled_by(self) -> "FlowQueue | None":
-        """The throttled one among this flow queue and its ancestors; None if none is throttled."""
+        """The member that is throttled, this flow queue or an ancestor; None without such a member."""
         return next((each for each in self.chain if each.throttled), None)
 
 

@@ -32,7 +32,7 @@ _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
 _REPLICA_GRACE_S = 10.0  # seconds for replicas to leave the pool; Envoy has already stopped
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # start at most so many replicas at once: of more, some would start too slowly
+_STARTED_TOGETHER = 10  # start at most so many replicas at once, so that each starts fast
 _VALKEY_ATTEMPTS = 3  # attempts to start Valkey, since another process may take the chosen port first
 
 
