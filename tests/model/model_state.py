@@ -52,9 +52,7 @@ class Request:
     prefill_lease_ms: int = 0
     taken: float = 0.0
     tag: float | None = None
-    blocker: str = (
-        ""  # the full endpoint whose room the request was granted for, until it is placed or queued
-    )
+    blocker: str = ""  # the request was granted for a slot of this full endpoint; '' once placed or queued
     lease_ms: int = 0
 
     @property

@@ -158,7 +158,7 @@ def test_a_single_burst_of_preemptions_does_not_lower_a_limit() -> None:
 
 
 @pytest.mark.parametrize(("lasts_s", "least"), [(0.5, 32 + 12), (8.0, 32 + 2)])
-def test_a_limit_includes_the_requests_on_their_way_but_at_most_those_that_soon_end(
+def test_a_limit_includes_requests_on_their_way_for_which_running_requests_soon_make_room(
     lasts_s: float, least: int
 ) -> None:
     pool = Pool({A: Engine(32, on_way=12)}, lasts_s=lasts_s)

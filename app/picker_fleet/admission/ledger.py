@@ -39,7 +39,7 @@ class Phase(enum.Enum):
     | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
     | any       | place    | PLACED    | a new request with the same id, or Envoy's retry                    |
     | any       | end      | ENDED     | further ends and late access-log entries change nothing;            |
-    |           |          |           | only the end after an unread answer is counted                      |
+    |           |          |           | but the end that follows a slowly read answer is counted            |
     """
 
     PLACED = enum.auto()

@@ -185,7 +185,7 @@ class Completion(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """Whether the endpoint answered with success. False, too, after an error of the client's."""
+        """Whether the endpoint answered with success. An answer to a client's error is no success."""
         is_success = self.outcome is Outcome.COMPLETED and 200 <= self.status < 300
         return is_success and not self.fault and not self.is_odd
 

@@ -161,7 +161,7 @@ class Forecasts:
                 self._routes.add(
                     ObservationRecord(prefiller, _SPLIT + model, Load(*prefill_load), prefill_s, 0.0)
                 )
-            ttft_s = 0.0  # unknown for the decode endpoint, which did not compute the prompt
+            ttft_s = 0.0  # 0: unknown, since the decode endpoint did not compute the prompt
         self._routes.add(ObservationRecord(address, model, Load(*load), ttft_s, tpot_s))
 
     def _forecast(self, model: str, state: EndpointState, own_tokens: float = 0.0) -> Forecast:
@@ -198,7 +198,7 @@ def _delayed(state: EndpointState) -> float:
 
 def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> float | None:
     """Seconds by which the fastest endpoint's TTFT misses `objective`, if at every endpoint the request is
-    more likely to miss `objective` than to keep it. None if an endpoint may keep it or is unknown."""
+    more likely to miss `objective` than to keep it. None if an endpoint is unknown, or likely to keep it."""
     misses_s = []
     for forecast in forecasts:
         missed_s = [

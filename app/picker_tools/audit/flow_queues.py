@@ -55,8 +55,8 @@ class Service:
     left side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So two inequalities suffice for
     each flow: for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e)
     <= c (never far behind). These inequalities take a few operations per dispatch, whatever the number of
-    flows. a and b only fall between the flow's own events, so the check runs just before and just after each
-    event. The field `served` is the service W since `since`.
+    flows. Between a flow's own events its a and b only fall, so the check runs just before and just after
+    each event. The field `served` is the service W since `since`.
     """
 
     since: Entry
