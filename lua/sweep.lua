@@ -1,7 +1,7 @@
 -- include: outliers upkeep
--- Periodic maintenance: expired requests, leases of requests and prefills that ran out, silent replicas, ghosts (placed
--- requests that ended without a report), idle workloads, and waiting requests whose order has changed with time or with
--- a new policy. Any replica may call the sweep at any time.
+-- Periodic maintenance: expired requests, leases of requests and prefills that ran out, silent replicas, placed
+-- requests that ended without a report (ghosts), idle workloads, and waiting requests whose order has changed with time
+-- or with a new policy. Any replica may call the sweep at any time.
 --
 -- Guarantees: the sweep runs once per interval, whichever replica calls; a call does a bounded amount of work. A call
 -- that leaves work returns 1 as `more`, and may be repeated at once.
@@ -12,8 +12,8 @@
 -- args[4] idle_ms: a workload that is idle for this long is forgotten
 -- args[5] unseen_ms: a placed request without a renewal for this long may have ended without a report
 --
--- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), reclaimed ghosts,
---   endpoints whose metrics pages may show that further requests have ended without a report}
+-- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), requests reclaimed
+--   by metrics pages, endpoints whose pages may show that further requests have ended without a report}
 
 -- Limits of the work of one sweep call.
 local CHUNK = 32 -- most requests that a call ends, orphans or reads
@@ -24,7 +24,7 @@ local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this lo
 -- Longest time from the placement of a request until its endpoint's metrics page counts the request. If Envoy reports
 -- the client gone, the time is shorter, since Envoy no longer sends that request.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
-local MOST_RECENT = 1000 -- if more requests are recent, do not count them: ghosts then stay until their lease ends
+local MOST_RECENT = 1000 -- if more requests are recent, do not count them; ended requests wait for their lease's end
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
 local PRESSED = 0.9 -- once the queue is less than this fraction full, the sweep resets preemption times
 
@@ -127,7 +127,7 @@ local function silent_requests(unseen_ms, limit)
   return found
 end
 
--- Reclaim ghosts: placed requests that have ended without a report. If an endpoint's last two metrics pages are newer
+-- Reclaim placed requests that have ended without a report (ghosts). If an endpoint's last two metrics pages are newer
 -- than a request's last renewal, both pages count the request if it still runs. If the pool counts more requests on the
 -- endpoint than both pages, reclaim the excess among such silent requests, the longest silent first. For a request
 -- whose client is reported gone, only the last page must be newer, by REPORTED_TRANSIT_MS. Return the number of

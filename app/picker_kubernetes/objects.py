@@ -164,7 +164,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
     Finds at most `_MOST_CYCLES` cycles."""
     rewrites = list(rewrites)
     targets = {
-        model: [name for name in dict.fromkeys(split.names) if name != model]  # a rule may keep its model
+        model: [name for name in dict.fromkeys(split.names) if name != model]  # a rule may name its own model
         for model, split in live_objects((), rewrites).splits.items()
     }
     found: dict[str, str] = {}

@@ -51,10 +51,10 @@ do
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- Keep the record of a ghost, a request that the sweep reclaims because metrics pages count too few requests. A page
-  -- shows how many requests have ended, but not which: the ghost may run, and another request of the endpoint may have
-  -- ended while its replica was suspended and could not report the end. When the report of that end comes, the script
-  -- `settle` restores the ghost. `page_ms`: the time of the metrics page.
+  -- Keep the record of a request that the sweep reclaims because metrics pages count too few requests (a `ghost`). A
+  -- page shows how many requests have ended, but not which: the reclaimed request may run, and another request of the
+  -- endpoint may have ended while its replica was suspended and could not report the end. When the report of that end
+  -- comes, the script `settle` restores the reclaimed request. `page_ms`: the time of the metrics page.
   function tombstones.put_ghost(r, page_ms)
     if read('HLEN', key.ghosts) < MOST_GHOSTS then
       defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))

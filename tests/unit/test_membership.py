@@ -64,7 +64,7 @@ async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> Async
         ({"a": {}}, False),  # the leader publishes
         ({"a": {"no_list": True}}, True),
         ({"a": {"no_list": True}, "b": {"no_list": True}}, True),
-        ({"a": {"no_list": True}, "b": {}}, False),  # the least replica with a list publishes
+        ({"a": {"no_list": True}, "b": {}}, False),  # replica `b`, with a list, publishes
     ],
 )
 async def test_a_replica_publishes_endpoints_for_a_leader_to_which_discovery_has_told_no_list(

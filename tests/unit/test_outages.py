@@ -158,7 +158,7 @@ async def test_an_end_that_another_replica_gets_corrects_the_charge_of_a_tenant(
         "failed": {"outcome": Outcome.UPSTREAM_FAILED, "prompt_tokens": None, "completion_tokens": None},
     }.items():
         b.end(name, await a.place(name, flow="acme/x", **sizes), **end)
-        a.gate.failover.outage.gate.release(1.0)  # a place for the next request
+        a.gate.failover.outage.gate.release(1.0)  # room for the next request
         await until(lambda: not a.gate.failover.outage.gate.charged())
     # The share of one of two replicas is 500 tokens, of which 50 are used and the next request takes 250.
     placed = await a.place("next", flow="acme/x", **sizes)

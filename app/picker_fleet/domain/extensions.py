@@ -40,7 +40,7 @@ class NoParameters(BaseModel):
 
 @dataclass(frozen=True)
 class Extension(Generic[P, F]):
-    """An entry point names this: the interface `version` for which the extension was written, the function
+    """What an entry point names: the interface `version` for which the extension was written, the function
     `make`, which gets the parameters and returns the scorer (or filter, …), and the parameters' model.
 
     `make` is called once at the start of a replica for each pool whose configuration names the extension.

@@ -545,7 +545,7 @@ class EndpointChooser:
         self._feedback.ended(completion)
         if not self._shares_completions or not completion.answered:
             return  # an error response is quick: its time would distort the endpoint's latency
-        # The endpoint's own time without the request's wait in the queue, if that time is known.
+        # The duration without the wait in the queue, if known, else the whole duration.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
         if completion.served and seconds is not None:
             self._routes.add(CompletionRecord(completion.served, seconds))

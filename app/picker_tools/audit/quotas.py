@@ -35,7 +35,7 @@ _UNSERVED = frozenset({
 })  # fmt: skip
 _ROUNDING = 1e-6  # absolute tolerance for rounding errors, as in the Lua scripts
 _RELATIVE = 1e-9
-_LEAST_KEPT = 1000  # balances without effect are dropped only if there are more balances than this
+_LEAST_KEPT = 1000  # balances without effect are dropped only beyond this number of balances
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ def find_engine(tools: Path) -> Engine:
 
 def restrict(engine: Engine) -> str:
     """If podman cannot run containers with its default settings, let it run them without cgroups and with
-    fixed ulimits. Returns a text about this; '' if podman's defaults work. The base image must exist.
+    fixed ulimits. Returns a text about the change; '' without a change. The base image must exist.
     """
     if not engine.is_podman or _works("podman", "run", "--rm", BASE, "true"):
         return ""

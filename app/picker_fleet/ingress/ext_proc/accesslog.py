@@ -87,7 +87,7 @@ TOKEN_MARK: Final = "="  # starts each name and token, so that a header value do
 PLACED_HEADER: Final = "x-picker-placed"
 _LONGEST_ID = 512
 _HTTP2 = accesslog_pb2.HTTPAccessLogEntry.HTTP2
-# A client that still reads after this many seconds is slow; `Admission.answered` waits longer for its end.
+# A client that still reads after so many seconds is slow; `Admission.answered` waits longer for the end.
 _LATE_S = 0.1
 # If a client does not read, Envoy stops reading the endpoint's answer once about 1 MiB of it is unsent.
 _UNSENT_BYTES = 768 * 1024
