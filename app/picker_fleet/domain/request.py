@@ -44,7 +44,7 @@ class PromptLine(NamedTuple):
     slope: float
 
     def tokens(self, size: float) -> float:
-        """The estimated tokens of a prompt of `size`; a negative base takes off at most two thirds."""
+        """The estimated tokens of a prompt of `size`: at least a third of `slope` · size."""
         text_tokens = self.slope * size
         tokens, least = self.base + text_tokens, text_tokens / 3
         return tokens if tokens > least else least
