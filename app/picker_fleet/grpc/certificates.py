@@ -31,6 +31,7 @@ from picker_fleet.grpc.connections import ByAddress
 RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # limit of a client's TLS handshake, in seconds
 SHUTDOWN_S: Final = 5.0
+_HANDSHAKE_RECORD = 22  # the first byte of a TLS connection (RFC 8446, section 5.1)
 _HANDSHAKES = 256  # maximum concurrent TLS handshakes on a port
 _STARTS_PER_S, _STARTS_AT_ONCE = 300.0, 8  # how many TLS handshakes of a port start in a second, and at once
 MAX_TLS_CONNECTIONS: Final = 1024  # maximum TLS connections on a port; each may take 256 KiB of memory
@@ -274,10 +275,13 @@ class _Handshake(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._early += data
         if not self._came.is_set():
+            if data[0] != _HANDSHAKE_RECORD:
+                self._transport.abort()  # no TLS: end the connection before it costs a handshake
+                return
             self._transport.pause_reading()
             self._came.set()
+        self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 from picker_fleet.grpc import frames
 from picker_fleet.grpc.certificates import address_of
+from picker_fleet.grpc.connections import Line
 from picker_fleet.grpc.frames import ConnectionFault, frame
 from picker_fleet.grpc.headers import LIST_BYTES, HeaderReader, resizes_table
 from picker_fleet.grpc.streams import WINDOW_BYTES, WRITE_BUFFER, GrpcStream, Link, Peers
-from picker_fleet.grpc.turns import Line
 
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopened on arrival: the streams' windows limit the data
 _BLOCK_BYTES: Final = 16 * 1024  # maximum bytes of one request's encoded headers
@@ -39,7 +39,7 @@ _RESIZE_COST: Final = 20  # a resize of the HPACK table counts as this many fram
 _PER_STREAM: Final = 4  # each stream that a peer opens allows the peer this many frames without effect
 _BYTES_SENT: Final = 1024  # sending the peer this many bytes allows the peer one more frame without effect
 _PER_S: Final = 50  # each second of a connection's age allows this many frames without effect
-# The following constants are units of work (turns.py); reading a frame takes one unit.
+# The following constants are units of work (connections.py); reading a frame takes one unit.
 _STREAM_WORK: Final = 3  # units of work that a new stream takes
 _START_WORK: Final = 16  # units for starting a handler and for the handler's own work
 _RESET_WORK: Final = 10  # units of work for cancelling a handler

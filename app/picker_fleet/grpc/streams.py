@@ -12,15 +12,14 @@ from typing import Final, Protocol
 from picker_fleet.domain.budgets import BodyBudget
 from picker_fleet.domain.errors import BufferFull
 from picker_fleet.grpc import frames
-from picker_fleet.grpc.connections import Connections
+from picker_fleet.grpc.connections import Connections, Turns
 from picker_fleet.grpc.frames import frame, start_of_frame
 from picker_fleet.grpc.headers import literal
 from picker_fleet.grpc.transport import Handler, Limits, Relay, RpcError, Status
-from picker_fleet.grpc.turns import Turns
 
 WINDOW_BYTES: Final = 512 * 1024  # bytes of a stream's receive window
 FREE_BYTES = 4096  # a stream's first unread bytes are not charged to the budget: about the stream's own size
-_MESSAGE_WORK: Final = 2  # units of work (turns.py) for each further message of a frame
+_MESSAGE_WORK: Final = 2  # units of work (connections.py) for each further message of a frame
 _BYTES_A_UNIT: Final = 1024  # a message is a unit of work for this many of its bytes
 _READS_A_STEP: Final = 4  # queued messages that a handler reads before other tasks run
 MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory

@@ -58,7 +58,7 @@ class Limits:
     The transport pings a peer that has sent nothing for `silence_s` seconds, and cuts it off if it does not
     answer within `answer_s` seconds, unless this process itself was paused for `pause_s` seconds meanwhile.
 
-    One step of the event loop does `step_work` units of work for all connections (`turns.py`). A connection
+    One step of the event loop does `step_work` units of work (connections.py) for all peers. A connection
     is trusted for `trusted_s` seconds after a handler has answered it or called `Stream.trust`; all untrusted
     connections together get `strangers_work` units a second.
     """
@@ -104,7 +104,7 @@ class Stream(Protocol):
         """Report that the peer has sent a token that only a gateway can know; no effect with grpcio."""
 
     def charge(self, work: int) -> None:
-        """Charge `work` units of about 5 µs to the peer (turns.py); no effect with grpcio."""
+        """Charge `work` units of about 5 µs to the peer (connections.py); no effect with grpcio."""
 
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client's flow control allows no message."""

@@ -33,7 +33,7 @@ SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 NAMESPACE: Final = "envoy.lb"  # the default metadata namespace in which Envoy names the endpoint that served
 
 _MOST_ENTRIES = 2048  # maximum entries of a message; Envoy's messages of 16 KiB have at most about 100
-_ENTRY_WORK = 2  # units of work (grpc/turns.py) of an entry
+_ENTRY_WORK = 2  # units of work (grpc/connections.py) of an entry
 
 _log = logging.getLogger(__name__)
 

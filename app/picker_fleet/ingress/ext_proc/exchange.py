@@ -48,7 +48,7 @@ END_S = 0.1  # seconds to wait for end_of_stream once all bytes of the content-l
 # of empty headers takes 4 ms, to read them 25 ms.
 _MOST_BYTES_BESIDE_BODY, _MOST_PARTS = 256 * 1024, 2048
 _FEW_BYTES = 16 * 1024  # a message with fewer bytes besides a body is not charged, nor are its parts counted
-_BYTES_A_UNIT = 256  # further bytes besides a body that take a unit of work (grpc/turns.py) to read
+_BYTES_A_UNIT = 256  # further bytes besides a body that take a unit of work (grpc/connections.py) to read
 CONFIRM_AFTER_S = 1.0  # confirm an older placement before Envoy gets it; shorter than any lease
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _Forwarded(NamedTuple):
 
 class Exchange:
     """One ext_proc stream: call `receive` for each message, write the answers, and call `close` at the end.
-    `charge` is called with units of work (grpc/turns.py) that are beyond a message's usual work.
+    `charge` is called with units of work (grpc/connections.py) that are beyond a message's usual work.
 
     Once `done` is True, the next answer from `receive` is the last. Once `answered` is True, messages may go
     to the method `pass_on`.

@@ -60,7 +60,7 @@ class ModelRename:
     Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
     only if its value is `target`. All other bytes stay unchanged. If the end of a chunk may be the start of
     the member `model`, that end is held back until the next chunk. Events end with a line break, so complete
-    events are never delayed. `charge` is called with the units of work (grpc/turns.py) of each chunk. A chunk
+    events are never delayed. `charge` gets each chunk's units of work (grpc/connections.py). A chunk
     with too many tokens ends the renaming: brackets are a token each, while real text has a tenth of that.
     """
 

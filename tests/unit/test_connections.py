@@ -4,7 +4,7 @@ import asyncio
 
 from background import until
 
-from picker_fleet.grpc.turns import Line, Turns
+from picker_fleet.grpc.connections import Line, Turns
 
 
 class Backlog:
