@@ -261,6 +261,24 @@ def test_changing_the_starvation_guards_share_breaks_no_bound(seed: int) -> None
     audited(queue.log)
 
 
+def test_a_dispatch_counts_with_the_guards_share_before_it_even_if_the_order_was_unknown_then() -> None:
+    queue = QueueSimulator(endpoints=1, guard_share=0.5)
+    for name in ("runs", "runs too", "unseen"):
+        queue.admit(name, "a")
+    seen = len(queue.log)
+    queue.change_settings(guard_share=0.5)
+    queue.admit("overdue for longest", "a")
+    queue.advance_ms(1)
+    queue.admit("next by turn", "b")
+    queue.advance_ms(10_000)
+    queue.settle("runs")
+    assert ids(queue, "granted") == ["unseen"]
+    queue.change_settings(guard_share=1)
+    queue.settle("runs too")
+    assert ids(queue, "granted") == ["unseen", "next by turn"]
+    audited(queue.log[seen:])
+
+
 def mixed_load(queue: QueueSimulator) -> None:
     """Load the queue with all bands, two weights, a limited flow and overdue requests, until all requests
     end."""

@@ -129,7 +129,7 @@ class Starvation(Check):
         """Restart all counts when the order is known again, since earlier counts no longer apply."""
         self._order_unknown = False
         self._run_start = None
-        self._excess, self._share_before = 0.0, None
+        self._excess = 0.0
         for at, (_, request_id) in enumerate(self._overdue):
             if self._can_be_served(request_id):
                 self._limits[request_id] = self._credit + at + 1
@@ -148,7 +148,7 @@ class Starvation(Check):
 
     def _check(self, entry: Entry, share: float) -> None:
         if not self._replay.settled:
-            self._order_unknown = True
+            self._order_unknown, self._share_before = True, share
             self._limits.clear()
             return
         if self._order_unknown:
@@ -158,8 +158,9 @@ class Starvation(Check):
             self._finding.checked += 1
         if by_guard:
             self._check_choice(entry, first, share)
-        earned = share if self._share_before is None else self._share_before
-        self._excess += by_guard - earned
+        # The share before the log's first dispatch is unknown: assume nothing against the queue.
+        least, most = (0.0, 1.0) if self._share_before is None else (self._share_before,) * 2
+        self._excess += by_guard - most
         if self._excess > 1 + _ROUNDING:
             self._finding.add(f"the guard had more than its share of {share:g}", entry)
             self._excess = 0.0
@@ -167,7 +168,7 @@ class Starvation(Check):
         if first is None or share == 0:
             self._run_start = None
             return
-        self._credit += earned
+        self._credit += least
         if self._run_start is None:
             self._run_start, self._shortfall, self._least_shortfall = entry, 0.0, 0.0
         self._shortfall += share - by_guard
