@@ -7,7 +7,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] JSON {endpoint: limit}, of all endpoints; "unit": the limits' unit, if not requests; "prefill": {endpoint:
---   limit} of the stage prefill
+--   limit} of the stage prefill; "doubling": the endpoints, those of the stage prefill as "prefill=ENDPOINT", whose
+--   limits still double
 -- args[3] JSON {endpoint: {...}}: the state of the controller, which the scripts do not read (fleet/limits.py)
 --
 -- Returns {epoch, notifications, attempts, served}

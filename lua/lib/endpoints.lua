@@ -358,14 +358,16 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
 
   -- Enter the `want` best ready endpoints of `among` in `best_ones` and `their_costs`, and return their number.
   -- Endpoints of equal cost keep the order in which they are visited, which `turn` rotates. If the fleet finds limits,
-  -- loads are compared relative to the limits, and endpoints at their limit come last: as a fallback such an
-  -- endpoint is better than an error.
+  -- loads are compared relative to the limits (lib/settings.lua: to `compared_caps`), and endpoints at their limit come
+  -- last: as a fallback such an endpoint is better than an error.
   local AT_LIMIT = 1e6 -- above the difference of any two costs
+  local compared_caps_name, NO_CAPS = 'compared_' .. caps_name, {}
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function rank(among, want, turn, cost_of)
     local best, costs, kept, count = best_ones, their_costs, 0, #among
     local default_cap = settings[default_cap_name]
     local caps = settings.adaptive == 1 and (is_decode or default_cap) and stage.caps
+    local compared_caps = settings[compared_caps_name] or NO_CAPS
     local amounts = is_decode and settings.token_caps and stage.amounts(among)
     local next_one = turn % count
     for _ = 1, count do
@@ -376,7 +378,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
         local cost = cost_of and cost_of(address) or load
         if caps then
           local cap = amount and stage.token_cap(address) or caps[address] or default_cap
-          if not cost_of and cap > 0 then cost = (amount or load) / cap end -- cap 0: the endpoint refuses all
+          local compared = compared_caps[address] or cap
+          if not cost_of and cap > 0 then cost = (amount or load) / compared end -- cap 0: the endpoint refuses all
           if amount and is_full(address) or not amount and load >= cap then cost = cost + AT_LIMIT end
         end
         if kept < want or cost < costs[kept] then

@@ -6,6 +6,8 @@
 -- all other endpoints); the limits of the stage prefill become `prefill_caps` and `default_prefill_cap`. A found limit
 -- is at most the limit from discovery (`base.caps`); a pinned limit replaces it in each stage of its endpoint. Limits
 -- in tokens become `token_caps` and `default_token_cap`; `caps` then has only discovery's limits, in requests.
+-- A limit that still doubles says little about its endpoint. So that equal endpoints get equal loads meanwhile, the
+-- choice compares their loads with the highest of these limits: `compared_caps` and `compared_prefill_caps`.
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
@@ -13,9 +15,10 @@ local function add_limits(base)
   -- Ignore limits in another unit, left by a rolling restart: a limit of 9000 tokens is no limit of 9000 requests.
   local usable = decoded and type(found) == 'table' and (found.unit == 'tokens') == in_tokens
   found = usable and found or {}
-  local default_cap = bounded(base.limit_initial)
-  local function limits(found_ones, published)
-    local caps = {}
+  local default_cap, doubling = bounded(base.limit_initial), {}
+  for _, name in ipairs(found.doubling or {}) do doubling[name] = true end
+  local function limits(found_ones, published, prefix)
+    local caps, compared_caps, highest = {}, {}, 0
     for address, limit in pairs(found_ones) do
       if type(limit) == 'number' then caps[address] = bounded(limit) end
     end
@@ -23,16 +26,24 @@ local function add_limits(base)
       caps[address] = math.min(limit, caps[address] or default_cap)
     end
     for address, limit in pairs(base.pinned or {}) do caps[address] = limit end
-    return caps
+    for address, cap in pairs(caps) do
+      local limit = found_ones[address]
+      if doubling[prefix .. address] and type(limit) == 'number' and cap == bounded(limit) then
+        compared_caps[address], highest = cap, math.max(highest, cap)
+      end
+    end
+    for address in pairs(compared_caps) do compared_caps[address] = highest end
+    return caps, compared_caps
   end
-  local caps = limits(found, base.caps)
+  local caps, compared_caps = limits(found, base.caps, '')
   if not in_tokens then
     local of_prefill = type(found.prefill) == 'table' and found.prefill or {}
-    base.prefill_caps, base.default_prefill_cap = limits(of_prefill, base.prefill_caps), default_cap
+    base.prefill_caps, base.compared_prefill_caps = limits(of_prefill, base.prefill_caps, 'prefill=')
+    base.default_prefill_cap = default_cap
   else
     base.token_caps, base.default_token_cap, caps, default_cap = caps, default_cap, base.caps or {}, nil
   end
-  base.caps, base.default_cap = caps, default_cap
+  base.caps, base.compared_caps, base.default_cap = caps, compared_caps, default_cap
 end
 
 -- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.

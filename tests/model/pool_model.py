@@ -402,7 +402,9 @@ class PoolModel:
         counts, _, closed = self.prefill.options(r, among, caps, last_resort=False)
         if not counts:
             return [f"={each}" for each in closed] if closed else {}
-        shares = {each: self.prefill.counts[each] / max(caps[each], 1) for each in caps} if finds else {}
+        found = self._found.get("prefill", {})
+        compared = caps | self._compared(found, "prefill_caps", "prefill=") if finds else {}
+        shares = {each: self.prefill.counts[each] / max(cap, 1) for each, cap in compared.items()}
         fallbacks = {each: self.prefill.counts[each] for each in closed if finds}
         limits = caps if finds else {}
         return burdens(counts | fallbacks, scores, self.moment.settings["live_weight"], limits, shares)
@@ -410,8 +412,24 @@ class PoolModel:
     def _shares_of_limits(self) -> dict[str, float]:
         """The fraction of each endpoint's limit that is in flight."""
         if self.in_tokens:
-            return {each: self.amounts[each] / limit for each, limit in self.found.items()}
-        return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in self.caps.items()}
+            limits = self.found | self._compared(self._found, "caps")
+            return {each: self.amounts[each] / limit for each, limit in limits.items()}
+        limits = self.caps | self._compared(self._found, "caps")
+        return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in limits.items()}
+
+    def _compared(self, found: Mapping[str, Any], caps: str, prefix: str = "") -> dict[str, float]:
+        """Of the limits `found`, those that still double: compared with loads, all count as the highest.
+        `caps` is the setting with discovery's limits."""
+        s, names = self.moment.settings, self._found.get("doubling", ())
+        if (self._found.get("unit") == "tokens") != self.in_tokens:
+            return {}
+        own = {
+            each: max(s["limit_min"], min(limit, s.get("limit_max", math.inf)))
+            for each, limit in found.items()
+            if prefix + each in names
+        }
+        own = {each: it for each, it in own.items() if self._bounded(each, found, s.get(caps) or {}) == it}
+        return dict.fromkeys(own, max(own.values(), default=0))
 
     def _place_granted(self, r: Request, candidates: str, split: str = "") -> str:
         self._withdraw_notification(r)

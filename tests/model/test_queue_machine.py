@@ -205,7 +205,10 @@ attempts = st.sampled_from(["1", "2-600.one", "3.one", "3.two"])
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
 limits = st.dictionaries(addresses, st.integers(1, 6))
-found_limits = st.builds(lambda found, prefill: {**found, "prefill": prefill}, limits, limits)
+found_limits = st.builds(
+    lambda found, prefill, doubling: {**found, "prefill": prefill, "doubling": doubling},
+    limits, limits, st.lists(addresses | addresses.map("prefill={}".format), max_size=6),
+)  # fmt: skip
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:

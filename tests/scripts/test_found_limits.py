@@ -110,3 +110,11 @@ async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change
         assert (await it.state()).amounts == {A: 90}
         await a.store.set_live_config({"adaptive": None}, {})
         assert not await it.has("limits")
+
+
+async def test_limits_that_still_double_divide_no_load(fleet: OpenFleet) -> None:
+    async with fleet("a", endpoints=2, **FOUND) as (it, a):
+        await set_limits(a, {A: 8, B: 16})
+        for number in range(6):
+            await a.admit(f"r{number}")
+        assert (await it.state()).in_flight == {A: 3, B: 3}

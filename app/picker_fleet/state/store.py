@@ -392,14 +392,10 @@ class Store:
     async def set_limits(self, found: Mapping[str, FoundLimit]) -> None:
         """Put the limits that the fleet has found in force, by address; all have the same unit. The key of a
         limit in the stage prefill is PREFILL and the address."""
-        limits: dict[str, object] = {
-            name: each.limit for name, each in found.items() if not name.startswith(PREFILL)
-        }
-        prefill = {
-            name.removeprefix(PREFILL): each.limit for name, each in found.items() if name.startswith(PREFILL)
-        }
-        if prefill:
-            limits["prefill"] = prefill
+        limits: dict[str, Any] = {"doubling": [name for name, each in found.items() if each.grows_fast]}
+        for name, each in found.items():
+            stage = limits.setdefault("prefill", {}) if name.startswith(PREFILL) else limits
+            stage[name.removeprefix(PREFILL)] = each.limit
         if any(each.unit == "tokens" for each in found.values()):
             limits["unit"] = "tokens"
         state = msgspec.json.encode(found).decode()
