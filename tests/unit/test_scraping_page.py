@@ -85,6 +85,11 @@ def test_model_names_are_ignored_if_a_metrics_page_has_more_than_16() -> None:
     assert read("".join(f'queue{{model_name="{number}"}} 1\n' for number in range(17))).models == frozenset()
 
 
+@pytest.mark.parametrize("name", ["m" * 257, "\N{GRINNING FACE}" * 65, "a\x1fb", "a\\nb", " "])
+def test_a_model_name_that_no_request_can_have_is_ignored(name: str) -> None:
+    assert read(f'run{{model_name="{name}"}} 1\nrun{{model_name="llama"}} 1\n').models == {"llama"}
+
+
 THREE = [
     "queue 3\n", "queue\t3\n", "  queue 3  \n", "queue 3 1700000000000\n", "queue 3\r\n", "queue{} 3\n",
     'queue{a="b"}3\n', 'queue {a="b" , c = "d",} 3\n', 'queue{a="}"} 3\n', 'queue{a="\\"} 9"} 3\n',
@@ -131,6 +136,7 @@ def test_kv_cache_utilisation_is_the_highest_share_on_the_page(text: str, share:
     "too many words": ("queue 3 and more\n", "followed by"),
     "labels without values": ("queue{a} 3\n", "no name=value pairs"),
     "values without quotes": ("queue{a=b} 3\n", "no name=value pairs"),
+    "hundreds of labels": ("queue{" + 'a="",' * 200 + "} 3\n", "more than 256 quotes and backslashes"),
     "a long line": ('queue{a="' + "b" * 300_000 + '"} 1\n', "a line of more than 262144 bytes begins with"),
     "adapters without end": (
         'lora{running_lora_adapters="' + "a," * 70_000 + '"} 1\n', "lora names more adapters than are read"
@@ -175,6 +181,18 @@ def test_a_metrics_page_of_any_length_is_read_in_steps_and_the_work_for_it_is_bo
         for at in range(1000)
     )
     assert (reader.result(5).running, reader.result(5).waiting) == (2.0, None)
+
+
+@cases("line", {
+    "malformed lines": ("queue x\n",),
+    "long labels": ('queue{a="' + "\N{GRINNING FACE}" * 50_000 + '"} 1\n',),
+    "long names of labels": ("queue{" + "a" * 200_000 + '="a"} 1\n',),
+})  # fmt: skip
+def test_the_lines_of_a_page_that_take_time_or_memory_are_few(line: str) -> None:
+    reader, fed_bytes, part = PageReader((SIMPLE,)), 0, line.encode() * (1 + PART // len(line))
+    while reader.feed(part):
+        fed_bytes += len(part)
+    assert fed_bytes < 8 * 1024 * 1024
 
 
 def lora(running: str, waiting: str, value: float, **labels: str) -> str:

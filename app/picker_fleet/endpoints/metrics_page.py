@@ -17,12 +17,15 @@ from typing import NamedTuple
 
 from picker_fleet.domain.engines import Aggregation, Engine, series_of
 from picker_fleet.domain.errors import PickerError
+from picker_fleet.domain.units import MAX_NAME_BYTES, has_control
 from picker_fleet.endpoints.readings import ASLEEP, NONE, EndpointMetrics
 
-_LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')
+_LABEL = re.compile(
+    rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+)"[ \t]*(?:,|$)'
+)
 _SAMPLE = re.compile(
     # Possessive quantifiers: the match never backtracks, so a hostile line is rejected in linear time.
-    rb"(?:[ \t]*+\{(?P<labels>(?:[^\"{}\n]|\"(?:[^\"\\\n]|\\[^\n])*+\")*+)\}[ \t]*+|[ \t]++)"
+    rb"(?:[ \t]*+\{(?P<labels>(?:[^\"{}\n]++|\"[^\"\\\n]*+(?:\\[^\n][^\"\\\n]*+)*+\")*+)\}[ \t]*+|[ \t]++)"
     rb"(?P<value>[^ \t\r\n]++)(?:[ \t]++[-+0-9.eE]++)?(?:[ \t]++#[ \t][^\n]*+|[ \t]*+\r?)$"
 )
 _ESCAPE = re.compile(r'\\([\\n"])')
@@ -34,6 +37,8 @@ _MOST_LINE_BYTES = 256 * 1024
 _MOST_ADAPTER_BYTES = 128 * 1024  # maximum bytes of adapter names per page; all replicas get these names
 _MOST_WORK = 32 * 1024 * 1024  # maximum work per page, in bytes searched
 _SAMPLE_WORK = 256  # parsing a sample takes about as long as searching this many bytes
+_CHARACTER_WORK = 16  # work for each character of labels, which are kept until the page's end
+_MOST_MARKS = 256  # maximum quotes and backslashes of a sample, each of which takes as long as 100 bytes
 _MOST_FAULTS = 3  # maximum faults listed per page
 _MOST_DIGITS = 9
 _MOST_VALUE = 1e15  # maximum value of a sample; sums and products of lower values are finite
@@ -74,6 +79,8 @@ def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[S
 
 def _sample(line: bytes) -> Sample:
     """Parse a sample line after its name. Raises BadPage."""
+    if line.count(b'"') + line.count(b"\\") > _MOST_MARKS:
+        raise BadPage(f"has more than {_MOST_MARKS} quotes and backslashes")
     match = _SAMPLE.match(line)
     if match is None:
         raise BadPage(f"is followed by {line[:60]!r}")
@@ -173,7 +180,7 @@ class PageReader:
         for name, encoded in self._names:
             counts, adapters = self._counts.get(name), self._adapters.get(name)
             for sample in samples(lines, encoded, self._bad):
-                self._work += _SAMPLE_WORK
+                self._work += _SAMPLE_WORK + _CHARACTER_WORK * _length(sample)
                 if counts is not None:
                     self._series -= len(counts)
                     counts[frozenset(sample.labels.items())] = sample.value
@@ -192,6 +199,7 @@ class PageReader:
 
     def _bad(self, fault: str) -> None:
         self._fault_count += 1
+        self._work += _SAMPLE_WORK
         if len(self._faults) < _MOST_FAULTS:
             self._faults.append(fault)
 
@@ -259,9 +267,15 @@ class PageReader:
 
 
 def _models(found: Mapping[Labels, float]) -> frozenset[str]:
-    """The models in the labels of samples; empty if there are more than `_MOST_MODELS`."""
-    names = frozenset(value for labels in found for name, value in labels if name in _MODEL_LABELS and value)
+    """The models in the labels of samples, without names that no request can have; empty if there are more
+    than `_MOST_MODELS`."""
+    values = {value for labels in found for name, value in labels if name in _MODEL_LABELS}
+    names = frozenset(filter(_is_name, values))
     return names if len(names) <= _MOST_MODELS else NONE
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip()) and len(text.encode()) <= MAX_NAME_BYTES and not has_control(text)
 
 
 def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:
@@ -298,7 +312,7 @@ def _highest(found: Mapping[Labels, float]) -> float | None:
 
 
 def _length(sample: Sample) -> int:
-    return sum(map(len, sample.labels.values()))
+    return sum(map(len, (*sample.labels, *sample.labels.values())))
 
 
 def _listed(text: str) -> frozenset[str]:
