@@ -178,6 +178,23 @@ async def test_a_gzip_bomb_is_decoded_only_up_to_the_readers_limit(server: PageS
     assert sum(sizes) < 1_100_000
 
 
+@pytest.mark.parametrize("encoding", ["deflate", "gzip"])
+async def test_an_encoded_page_may_arrive_byte_by_byte(server: PageServer, page: Page, encoding: str) -> None:
+    body = zlib.compress(PAGE) if encoding == "deflate" else gzip.compress(PAGE)
+
+    async def act(writer: asyncio.StreamWriter) -> None:
+        head = encoded(body, encoding).removesuffix(body)
+        for byte in (head, body[:1], body[1:2], body[2:]):
+            writer.write(byte)
+            await asyncio.sleep(0.02)
+
+    server.act = act
+    assert await fetch(page) == PAGE
+    body = body[:1]
+    with pytest.raises(FetchError, match="data is truncated"):
+        await fetch(page)
+
+
 def endpoint(**labels: str) -> Endpoint:
     return Endpoint("[fd00::1]:8000", {f"picker-fleet/metrics-{key}": value for key, value in labels.items()})
 

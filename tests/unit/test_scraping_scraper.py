@@ -411,6 +411,25 @@ async def test_an_engine_that_sleeps_or_fails_its_health_check_is_unready_until_
         assert not bench.failed
 
 
+@pytest.mark.parametrize("answer", [b'{"data": [{"id": "\xff"}]}', b'{"data":' + b"[" * 100_000, b"{"])
+async def test_a_malformed_list_of_adapters_does_not_end_the_scraping(bench: Bench, answer: bytes) -> None:
+    server = bench.server
+    info = 'max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""'
+    page = f"{VLLM_LINES.removeprefix('200 ')}vllm:lora_requests_info{{{{{info}}}}} 1\n"
+
+    async def act(writer: asyncio.StreamWriter) -> None:
+        text = page.format("" if bench.worked.total() > 1 else "a").encode()
+        writer.write(answered(answer if "GET /v1/models " in server.requests[-1] else text))
+
+    server.act = act
+    async with bench.scraping():
+        await until(lambda: any("GET /v1/models " in request for request in server.requests))
+        before = bench.worked.total()
+        await until(lambda: bench.worked.total() > before + 3)
+    assert bench.newest[server.address].idle_adapters == {"a"}
+    assert server.connections == 1
+
+
 async def test_an_idle_adapter_counts_as_loaded_until_its_slot_is_needed_or_the_engine_drops_it(
     bench: Bench,
 ) -> None:

@@ -70,7 +70,7 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
     """
     try:
         message = msgspec.json.decode(text, type=_Wire)
-    except msgspec.DecodeError as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise BadReading(f"not a message: {fault}") from None
     read: dict[str, EndpointMetrics] = {}
     faults: list[str] = []

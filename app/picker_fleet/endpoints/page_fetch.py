@@ -291,12 +291,15 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
     """
     if encoding not in _ENCODINGS:
         raise FetchError("page", f"the page is encoded as {encoding[:30]!r}; gzip and deflate are known")
-    decoder = None
+    decoder, begun = None, b""
     try:
         async for part in parts:
             if decoder is None:
+                part = begun = begun + part
+                if len(part) < 2:
+                    continue
                 # Some servers send `deflate` without the zlib header that HTTP requires.
-                is_bare = encoding == "deflate" and (part[0] & 15 != 8 or (part[0] << 8 | part[1:2][0]) % 31)
+                is_bare = encoding == "deflate" and (part[0] & 15 != 8 or (part[0] << 8 | part[1]) % 31)
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
             while part and not decoder.eof:
                 plain, part = decoder.decompress(part, _PART_BYTES), decoder.unconsumed_tail

@@ -121,7 +121,7 @@ def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMe
         return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)
     except msgspec.ValidationError as fault:
         raise BadReading(f"not a reading: {fault}") from None
-    except msgspec.DecodeError as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise BadReading(f"a reading is no JSON: {fault}") from None
 
 

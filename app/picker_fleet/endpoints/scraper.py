@@ -348,7 +348,7 @@ class Scraper:
                         if len(body) > _MOST_ASIDE_BYTES:
                             return None
             return msgspec.json.decode(body, type=kind) if answer.status == 200 else None
-        except (TimeoutError, FetchError, msgspec.DecodeError):
+        except (TimeoutError, FetchError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     async def _ask(
