@@ -176,6 +176,19 @@ def test_the_time_to_read_an_answer_is_linear_in_its_length(piece: bytes) -> Non
         assert any(cpu_s(long) < max(8 * cpu_s(short), 0.01) for _ in range(3))
 
 
+@pytest.mark.parametrize(
+    "answer", [b"[" + b"{}," * 21_000 + b"{}]", b"\n" * 1_000_000, b"xdata:\n" * 140_000]
+)
+def test_an_answer_of_many_tiny_parts_is_read_in_milliseconds(answer: bytes) -> None:
+    def cpu_s() -> float:
+        began_s = time.thread_time()
+        counts(answer, 65_536)
+        StateIds().add(answer, ended=True)
+        return time.thread_time() - began_s
+
+    assert any(cpu_s() < 0.02 for _ in range(3))
+
+
 def renamed(answer: bytes, size: int) -> bytes:
     rename = ModelRename("m-v2", "m")
     chunks: Iterable[bytes] = (answer[at : at + size] for at in range(0, len(answer), size))

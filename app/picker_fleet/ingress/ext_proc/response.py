@@ -34,6 +34,7 @@ _TAIL_BYTES = 16_384  # keep this many bytes of the end of a streamed answer
 _WHOLE_BYTES = 65_536  # keep this many bytes of the end of an answer in plain JSON
 _USAGE_BYTES = 4096  # read at most this much of a usage object in an answer that was not kept whole
 _FEW = 8  # maximum usage members to read in an answer, the last one first
+_MOST_ANSWERS = 1024  # maximum answers in a list to read: 64 KiB of `{}` take 50 ms
 # Read no usage if a chunk decompresses to more bytes, or all chunks to more than this and their size times
 # `_MOST_INFLATION`: text of answers is compressed to a fifth to a thirtieth, a bomb to a thousandth.
 _MOST_INFLATED_BYTES, _MOST_INFLATION = 2 * 1024 * 1024, 64
@@ -189,9 +190,7 @@ _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
 ))  # fmt: skip
 _Members = only(_KINDS)
 _members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_Members)
-_list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(
-    list[_Members]  # type: ignore[valid-type]
-)
+_listed = msgspec.json.Decoder(list[msgspec.Raw])
 _PREFIX = json.JSONDecoder()
 
 # The numbers of prompt tokens, completion tokens and cached prompt tokens; None if unknown.
@@ -227,8 +226,8 @@ class UsageReader:
     def add(self, chunk: bytes) -> bytes:
         """Take the next chunk. Returns the decoded chunk."""
         self.total += len(chunk)
-        if self._is_encoded:
-            chunk = self._inflated(chunk)
+        if self._is_encoded and not (chunk := self._inflated(chunk)):
+            return b""
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
             if not self._most and (begun := self._head.lstrip()):
@@ -316,9 +315,10 @@ def _of_answer(text: bytes) -> Counts:
     if text.lstrip()[:1] != b"[":
         return _of_members(text) or _UNKNOWN
     try:
-        answers = [_of_object(each) for each in _list_of_members.decode(text)]
+        listed = _listed.decode(text)
     except MALFORMED:
         return _UNKNOWN
+    answers = [_of_members(each) or _UNKNOWN for each in listed] if len(listed) <= _MOST_ANSWERS else ()
     told = [[count for count in side if count is not None] for side in zip(*answers, strict=True)]
     prompt, completion, cached = (sum(side) if side else None for side in told or ((), (), ()))
     return prompt, completion, cached
@@ -401,6 +401,7 @@ class _State(msgspec.Struct):
 _state = msgspec.json.Decoder(_State)
 _MOST_STATE_BYTES = 1024 * 1024  # maximum bytes of an answer to search for ids of stored state
 _FIRST_EVENTS = 8
+_DATA = b"\ndata:"
 
 
 class StateIds:
@@ -424,16 +425,21 @@ class StateIds:
             return ()
         if not ended and (self._is_json or b"\n" not in chunk):
             return ()
-        text = b"".join(self._kept)
-        lines = [text] if self._is_json else text.split(b"\n")
-        self._kept = None if ended else [lines.pop()]
-        for line in lines:
-            if self._is_json or line[:5] == b"data:":
-                self._events += 1
-                ids = _ids_of(line.removeprefix(b"data:"))
-                if ids or self._events == _FIRST_EVENTS:
-                    self._kept = None
-                    return ids
+        text = b"".join((b"\n", *self._kept))
+        self._kept = None if ended else [text[text.rfind(b"\n") + 1 :]]
+        if self._is_json:
+            return _ids_of(text)
+        at = text.find(_DATA)
+        while at >= 0:
+            start, at = at + len(_DATA), text.find(b"\n", at + 1)
+            if at < 0 and not ended:
+                break
+            self._events += 1
+            ids = _ids_of(text[start : at if at >= 0 else len(text)])
+            if ids or self._events == _FIRST_EVENTS:
+                self._kept = None
+                return ids
+            at = text.find(_DATA, at) if at >= 0 else at
         return ()
 
 
