@@ -1,6 +1,7 @@
 """An endpoint's wrong answers are found by comparison with other endpoints; good answers are never odd."""
 
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -239,3 +240,9 @@ def test_memory_for_compared_answers_is_bounded_whatever_paths_clients_send() ->
     for number in range(1000):
         comparison.compare(completion("e0", Seen(content_type=f"text/{number}")), token)
     assert len(comparison._compared[PATH, "llama"]["e0"].answers) <= 16
+    tracemalloc.start()
+    for number in range(100):
+        comparison.compare(completion("e0", Seen(content_type=f"text/{number}" + "x" * 50_000)), token)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < 200_000

@@ -18,6 +18,7 @@ _OTHERS = 4  # maximum other endpoints with which an endpoint is compared: the l
 _MARGIN = 2.0  # an answer is smaller or faster than another only by more than this factor
 _ODD, _GOOD, _FAILING = 2, -1, 8  # added to `score` by an odd, a good answer; score of a failing endpoint
 _REFUSALS, _OF_ONE_FLOW = 16, 4  # odd refusals at which an endpoint fails; most that count of one flow
+_MOST_TYPE_CHARS = 64  # compare at most this many characters of content types
 _MOST_ENDPOINTS = 4096  # maximum endpoints kept, each for each path and model; about 5 KB each
 
 
@@ -114,6 +115,7 @@ class AnswerComparison:
         if 400 <= end.status < 500:
             is_odd, fails = endpoint.refused(flow, others)
         else:
-            kind = "" if has_tokens else f"{end.status} {end.content_type.partition(';')[0].strip().lower()}"
+            content_type = end.content_type[:_MOST_TYPE_CHARS].partition(";")[0].strip().lower()
+            kind = "" if has_tokens else f"{end.status} {content_type}"
             is_odd, fails = endpoint.answered(_Answer(kind, end.body_bytes, end.service_s, flow), others)
         return end._replace(is_odd=True, fault=ODD if fails else "") if is_odd else end
