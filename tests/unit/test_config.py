@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,13 @@ def test_each_fault_has_one_line_that_lists_the_valid_values() -> None:
     assert "max_body_bytes 4096 exceeds max_buffered_bytes 2048" in fault({"extproc": sizes})
 
 
+def tenfold(form: str) -> str:
+    """A document of 40 lines, each of which repeats the line before ten times, in the form `form`."""
+    names = [f"v{number}" for number in range(40)]
+    more = (f"{name}: &{name} {form.format(', '.join([f'*{last}'] * 10))}" for last, name in pairwise(names))
+    return "\n".join((f"{names[0]}: &{names[0]} {{a: 1}}", *more))
+
+
 BROKEN = [
     (None, "cannot be read"),
     ("pool: [", "is not YAML"),
@@ -308,6 +316,10 @@ BROKEN = [
     ("[" * 300_000, "is nested too deeply"),
     ("pool: 2026-99-99", "is not YAML"),
     ("pool: a\0", "forbidden character at position 7"),
+    (tenfold("[{}]"), "aliases repeat more than 100000 values in line 6"),
+    (tenfold("{{<<: [{}]}}"), "aliases repeat more than 100000 values in line 6"),
+    ("pool: " + "1:" * 100_000 + "1", "a number has more than 400 characters in line 1"),
+    ("extproc: {max_body_bytes: 0x" + "f" * 5000 + "}", "a number has more than 400 characters in line 1"),
 ]
 
 

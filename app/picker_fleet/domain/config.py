@@ -51,6 +51,8 @@ OF_PROCESS: Final = (
 _MAX_YAML_CHARS = 4 * 2**20  # maximum length of a file; parsing takes several seconds
 _NODE_PATH = re.compile(r"\bpath\"?: *\"?([^\s\",}]+)[\s\",}]")
 _MAX_YAML_DEPTH = 100
+_MOST_REPEATED = 100_000  # maximum values that all aliases of a document repeat
+_MOST_DIGITS = 400  # maximum characters of a whole number: in base 60, time grows with their square
 SAME: Final = "same"  # in `scheduling.prefer`: stands for the value of this replica's label
 MAX_POOLS: Final = 32  # each pool has its own Redis connections, and background work even without load
 # The keys whose values are file paths.
@@ -533,12 +535,48 @@ class _Loader(SafeLoader):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _MOST_DIGITS:
+            problem = f"a number has more than {_MOST_DIGITS} characters"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def _check_shape(text: str) -> None:
+    """Raise RecursionError if the YAML `text` nests too deeply; ValueError if its aliases repeat too many
+    values: 300 bytes of aliases of aliases can stand for millions of values."""
+    values = repeated = 0
+    inside: list[tuple[str | None, int]] = []  # anchor of each open collection, and the values before it
+    sizes: dict[str | None, int] = {}  # anchor -> number of values that its aliases repeat
+    for event in yaml.parse(text, Loader=SafeLoader):  # libyaml's loader would overflow the stack
+        if isinstance(event, yaml.AliasEvent):
+            size = sizes.get(event.anchor, 0)
+            values, repeated = values + size, repeated + size
+            if repeated > _MOST_REPEATED:
+                line = getattr(event.start_mark, "line", 0) + 1
+                raise ValueError(f"aliases repeat more than {_MOST_REPEATED} values in line {line}")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            inside.append((event.anchor, values))
+            values += 1
+            if len(inside) > _MAX_YAML_DEPTH:
+                raise RecursionError
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = inside.pop()
+            sizes[anchor] = values - before
+        elif isinstance(event, yaml.ScalarEvent):
+            values += 1
+            sizes[event.anchor] = 1
+
 
 def read_yaml(text: str) -> object:
     """The single YAML document in `text`; None if it is empty.
 
     Raises:
-        YamlFault: the text is too long, cannot be parsed, has a key twice, or nests too deeply.
+        YamlFault: the text is too long, cannot be parsed, has a key twice, nests too deeply, or has aliases
+            for too many values.
     """
     if len(text) > _MAX_YAML_CHARS:
         # Only a list of tenants grows this long: name the node at which the text becomes too long.
@@ -546,15 +584,11 @@ def read_yaml(text: str) -> object:
         where = f" at the node {paths[-1][:60]}" if paths else ""
         raise YamlFault(f"is longer than {_MAX_YAML_CHARS // 2**20} MiB{where}")
     try:
-        depth = 0
-        for event in yaml.parse(text, Loader=SafeLoader):  # libyaml's loader would overflow the stack
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_YAML_DEPTH:
-                raise RecursionError
+        _check_shape(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as fault:
         raise YamlFault(f"is not YAML: {_yaml_reason(fault)}") from fault
     except RecursionError as fault:
         raise YamlFault("is not YAML: it is nested too deeply") from fault
-    except ValueError as fault:  # an invalid timestamp such as 2026-99-99
+    except ValueError as fault:  # too many aliases, or an invalid timestamp such as 2026-99-99
         raise YamlFault(f"is not YAML: {fault}") from fault
