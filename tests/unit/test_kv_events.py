@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -264,10 +265,11 @@ class Engine:
 class Listener:
     def __init__(self) -> None:
         self.stored: dict[bytes, bool] = {}
-        self.losses = self.clearings = 0
+        self.losses = self.clearings = self.changes = 0
 
     def changed(self, address: str, block_tokens: int, changes: Changes) -> None:
         self.clearings += changes.is_cleared
+        self.changes += 1
         self.stored.update(changes.stored)
 
     def lost(self, address: str) -> None:
@@ -403,6 +405,34 @@ async def test_a_message_whose_end_does_not_come_ends_the_connection(monkeypatch
         reader.set_targets([Endpoint("127.0.0.1:8000", {})])
         async with running(reader.run()), asyncio.timeout(20):
             await ended.wait()
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+async def test_an_engine_that_floods_its_reader_is_read_slowly(
+    monkeypatch: pytest.MonkeyPatch, is_command: bool
+) -> None:
+    monkeypatch.setattr("picker_fleet.endpoints.zmtp._BYTES_A_S", 1_000_000)
+    listener, body = Listener(), b"\x07UNKNOWN" + bytes(100_000)
+
+    def message(number: int) -> bytes:
+        if is_command:
+            return (b"\x06%s%s" % (len(body).to_bytes(8), body)) + message_of(number, b"")
+        return message_of(number, msgspec.msgpack.encode([1.0, [{"type": "unknown", "data": body}], None]))
+
+    def message_of(number: int, payload: bytes) -> bytes:
+        text = payload or msgspec.msgpack.encode([1.0, [], None])
+        return b"\x01\x08%s\x02%s%s" % (number.to_bytes(8), len(text).to_bytes(8), text)
+
+    async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(PUBLISHER_GREETING + b"".join(map(message, range(6))))
+
+    async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
+        reader = KvEventReader(engine.sockets[0].getsockname()[1], listener)
+        reader.set_targets([Endpoint("127.0.0.1:8000", {})])
+        async with running(reader.run()):
+            began_s = time.monotonic()
+            await until(lambda: listener.changes >= 6)
+    assert time.monotonic() - began_s >= 0.5
 
 
 async def test_a_reader_of_many_engines_logs_which_give_no_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ _MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engin
 _PART_BYTES = 1024  # added to the size of each part, so that the limit also bounds the number of parts
 _ANSWER_S = 5.0
 _COMMAND_PAUSE_S = 0.002  # pause after a command, such as a heartbeat
+_BYTES_A_S = 10 * 1024 * 1024  # read no faster: an engine sends far less, and a flood takes CPU
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY, _PING, _PONG = b"\x05READY", b"\x04PING", b"\x04PONG"
@@ -85,13 +86,17 @@ class Connection:
                     (flags,) = await self._reader.readexactly(1)
             except TimeoutError:
                 return None
+            is_command = flags & _COMMAND != 0
             async with asyncio.timeout(_ANSWER_S):
-                if not flags & _COMMAND:
-                    return await self._parts(flags)
-                if (body := await self._body(flags, _MOST_MESSAGE_BYTES)).startswith(_PING):
-                    self._write(_COMMAND, _PONG + body[_PING_CONTEXT])
+                parts = [await self._body(flags, _MOST_MESSAGE_BYTES)] if is_command else []
+                parts = parts or await self._parts(flags)
+                if is_command and parts[0].startswith(_PING):
+                    self._write(_COMMAND, _PONG + parts[0][_PING_CONTEXT])
                     await self._writer.drain()
-            await asyncio.sleep(_COMMAND_PAUSE_S)
+            pause_s = sum(len(part) + _PART_BYTES for part in parts) / _BYTES_A_S
+            await asyncio.sleep(max(pause_s, _COMMAND_PAUSE_S) if is_command else pause_s)
+            if not is_command:
+                return parts
 
     async def _parts(self, flags: int) -> list[bytes]:
         """The parts of a message, whose first part has `flags`."""
