@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 from script_fleet import OpenFleet, Replica, addresses, ask, ended, until
@@ -104,6 +105,24 @@ async def test_only_if_an_endpoint_is_down_requests_with_its_state_go_elsewhere(
         await a.sweep()
         assert await third == (E2,)
         await it.ends(a, "second", "third")
+
+
+async def test_a_flood_of_unknown_ids_is_looked_up_once_each() -> None:
+    asked: Counter[str] = Counter()
+
+    class Empty:
+        fault = None
+
+        async def origins(self, ids: list[str]) -> list[None]:
+            asked.update(ids)
+            return [None for _ in ids]
+
+    store = Origins(Empty(), Keyring(), time.monotonic)  # type: ignore[arg-type]
+    await asyncio.gather(*(store.find((f"resp_{number}",)) for number in range(300)))
+    assert set(asked.values()) == {1, 10}
+    assert sum(count > 1 for count in asked.values()) == 100
+    await store.find(("resp_next",))
+    assert asked["resp_next"] == 10
 
 
 async def test_without_redis_a_replica_finds_the_ids_that_it_has_noted_itself() -> None:

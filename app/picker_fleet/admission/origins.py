@@ -22,6 +22,7 @@ KEPT_S = 3600.0  # for so many seconds a replica itself remembers an id, in case
 # A client's next request may arrive before the access-log entry that has its id: look an unknown id up again
 # after each of these pauses, in seconds, for `FIND_S` seconds in total.
 _PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.12, 0.2, 0.25, 0.25)
+_MOST_REPEATING = 100  # further searches for unknown ids look them up only once: each repetition takes CPU
 FIND_S = 1.0  # longer than the half second for which a busy host may stop this process
 
 
@@ -32,6 +33,7 @@ class Origins:
         self._store, self._keys = store, keys
         self._clock = clock
         self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> when it was noted, endpoint
+        self._repeating = 0  # number of searches that look ids up again
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:
         """Store that `endpoint` has the state of `ids`. Returns without waiting for Redis."""
@@ -44,9 +46,11 @@ class Origins:
         """The endpoint that has the state of one of `ids`; '' if it is not found within `most_s` seconds.
         Without Redis, only this replica's own memory is searched."""
         wanted = [state_id for state_id in ids if _is_id(state_id)]
+        pauses_s = (0.0, *(_PAUSES_S if self._repeating < _MOST_REPEATING else ()))
+        self._repeating += 1
         try:
             async with asyncio.timeout(min(most_s, FIND_S)):
-                for pause_s in (0.0, *_PAUSES_S):
+                for pause_s in pauses_s:
                     await asyncio.sleep(pause_s)
                     if self._store.fault is not None or not wanted:
                         break
@@ -58,6 +62,8 @@ class Origins:
                         return known
         except (TimeoutError, StateFault):
             pass
+        finally:
+            self._repeating -= 1
         return self._known_of(wanted)
 
     def read_token(self, request_id: str) -> str:
