@@ -179,6 +179,11 @@ SOURCES = [
     (3, b"10.0.0.1, 10.1.1.1", b"10.0.0.1, 10.1.1.2", True),
     (0, b"2001:db8::1", b"2001:db8::ffff:1", True),  # one /64 network
     (0, b"2001:db8::1", b"2001:db8:0:1::1", False),
+    (0, b"10.0.0.1:5000", b"10.0.0.1:5001", True),  # with the client's port, as from Azure's gateway
+    (0, b"10.0.0.1:5000", b"10.0.0.2:5000", False),
+    (0, b"[2001:db8::1]:5000", b"2001:db8::2", True),
+    (0, b"::ffff:10.0.0.1", b"10.0.0.1", True),
+    (0, b"::ffff:10.0.0.1", b"::ffff:10.0.0.2", False),
     (0, b"unknown", b"unknown", True),
     (0, b"\xff", b"10.0.0.1", False),
 ]

@@ -193,17 +193,24 @@ class NewFlowLimit:
             del self._seen[next(iter(self._seen))]
 
     def _source(self, forwarded_for: bytes) -> str:
-        """The client's address, or /64 network in IPv6, as the first trusted proxy saw it; '' if unknown."""
+        """The client's address, or /64 network in IPv6, as the first trusted proxy saw it; '' if unknown.
+        Some proxies add the client's port, or write an IPv4 address as an IPv6 address."""
         if not forwarded_for:
             return ""
         entries = forwarded_for.split(b",")
         text = entries[max(len(entries) - 1 - self._hops, 0)].strip().decode("latin-1")
+        if text.startswith("["):
+            text = text[1:].partition("]")[0]
+        elif text.count(":") == 1:
+            text = text.partition(":")[0]
         try:
             address = ipaddress.ip_address(text)
         except ValueError:
             return text[:64]
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or address
         if isinstance(address, ipaddress.IPv4Address):
-            return text
+            return str(address)
         return str(ipaddress.IPv6Network((address, _NETWORK_BITS), strict=False))
 
 
