@@ -11,7 +11,8 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar
@@ -96,6 +97,8 @@ class KubernetesFault(Exception):
 
 
 CONFLICT: Final = 409
+_DEEPEST = 12_000  # the JSON reader of API servers nests at most 10 000 objects
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _EXPIRED, _TOO_NEW = 410, 504  # the server no longer has the resource version, or does not have it yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
@@ -219,6 +222,18 @@ class Api:
         return KubernetesFault(0, text)
 
 
+@contextlib.contextmanager
+def _deeply() -> Iterator[None]:
+    """Decode JSON as deeply nested as an API server stores it: an object's author may nest its
+    `managedFields`, and one such object must not hide the others."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
 def _text_of(fault: Exception) -> str:
     return " ".join(str(fault).split())[:200] or type(fault).__name__
 
@@ -330,8 +345,9 @@ class Reflector(Generic[Kind]):
                 raise
             body = await self._api.get(path, selection)  # the server was restored from an older backup
         try:
-            found = msgspec.json.decode(body, type=_List)
-        except msgspec.MsgspecError as fault:
+            with _deeply():
+                found = msgspec.json.decode(body, type=_List)
+        except _MALFORMED as fault:
             raise KubernetesFault(0, f"the response is not a list: {_text_of(fault)}") from fault
         items = {}
         for raw in found.items or ():
@@ -366,7 +382,8 @@ class Reflector(Generic[Kind]):
 
     def _take(self, line: bytes) -> None:
         try:
-            event = msgspec.json.decode(line, type=_Event)
+            with _deeply():
+                event = msgspec.json.decode(line, type=_Event)
             if event.type in ("BOOKMARK", "ERROR"):
                 status = msgspec.json.decode(event.object, type=_Status)
                 if event.type == "ERROR":
@@ -374,7 +391,7 @@ class Reflector(Generic[Kind]):
                 if status.metadata is not None:
                     self._version = status.metadata.resource_version or self._version
                 return
-        except msgspec.MsgspecError as fault:
+        except _MALFORMED as fault:
             raise KubernetesFault(0, f"the line is not a watch event: {_text_of(fault)}") from fault
         metadata, item = self._decoded(event.object)
         self._version = metadata.resource_version or self._version
@@ -390,9 +407,10 @@ class Reflector(Generic[Kind]):
         """The name and version of an object, and the object; None for an object that cannot be decoded."""
         metadata = _Version()
         try:
-            metadata = msgspec.json.decode(raw, type=_Versioned).metadata
-            return metadata, self._decoder.decode(raw)
-        except msgspec.MsgspecError as fault:
+            with _deeply():
+                metadata = msgspec.json.decode(raw, type=_Versioned).metadata
+                return metadata, self._decoder.decode(raw)
+        except _MALFORMED as fault:
             _log.warning("skipping one of %s that cannot be decoded: %s", self._collection.what, fault)
             return metadata, None
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from background import running
+from background import running, until
 from kubernetes_server import PODS, POOLS, ApiServer, pod, pool
 from source_reports import Lines, watching
 from tls_files import authority
@@ -234,6 +234,25 @@ async def test_an_unreadable_pod_is_logged_and_other_pods_are_used(server: ApiSe
         server.put(PODS, unreadable)
         server.delete(PODS, "b")
         await listed.becomes(ready="10.0.0.1:8000")
+
+
+async def test_an_object_with_deeply_nested_fields_hides_no_other_object() -> None:
+    nested = b'{"a":' * 9000 + b"1" + b"}" * 9000
+
+    def item(name: bytes) -> bytes:
+        return b'{"metadata":{"name":"%s","resourceVersion":"1","managedFields":[%s]}}' % (name, nested)
+
+    class Deep:
+        async def get(self, *_: object) -> bytes:
+            return b'{"metadata":{"resourceVersion":"1"},"items":[%s,%s]}' % (item(b"a"), item(b"b"))
+
+        async def lines(self, *_: object) -> AsyncIterator[bytes]:
+            yield b'{"type":"ADDED","object":%s}' % item(b"c")
+            await asyncio.Event().wait()
+
+    reflector = Reflector(cast(Api, Deep()), Collection("pods", PODS), Pod, lambda: None)
+    async with running(reflector.run()):
+        await until(lambda: len(reflector.items) == 3)
 
 
 @pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "does not exist")])
