@@ -1,6 +1,7 @@
 """The admin API shows and changes the tree of tenants, as the scripts see the tree."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ from proxy import proxy_to
 from script_fleet import OpenFleet, Replica
 from starlette.requests import Request
 
-from picker_fleet.admin import models
+from picker_fleet.admin import models, tenants
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.tenants import PAGE, TenantTree
@@ -225,7 +226,7 @@ async def test_of_two_changes_at_once_the_later_is_checked_against_the_earlier(f
 
 
 async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_pages(
-    fleet: OpenFleet,
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet("a", full=True, tenants=TENANTS, total_capacity=3000, checked=False) as (_, a):
         names = [f"t{n % 60:02d}/team{n % 3}/k{n}" for n in range(240)]
@@ -235,8 +236,11 @@ async def test_the_flows_of_a_large_tree_are_read_in_few_calls_and_children_by_p
         queues = (await cache.get()).queues
         assert sorted(each.name for each in queues) == sorted(names)
         assert [each.order_key for each in queues] == sorted(each.order_key for each in queues)
+        weighed = Counter[str]()
+        monkeypatch.setattr(tenants, "_weight", lambda path, *_: weighed.update([path]) or 1.0)
         first = await views.page("")
         assert (len(first.children), first.total) == (PAGE, 60)
+        assert weighed.total() == 60 + PAGE, "the work grows with the children, not with their square"
         second = await views.page("", first.cursor)
         assert [each.path for each in (*first.children, *second.children)] == [f"t{n:02d}" for n in range(60)]
         assert second.cursor is None

@@ -6,9 +6,9 @@ decision. `add_routes` adds the calls to the API.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from fastapi import APIRouter, Path, Request
@@ -49,6 +49,14 @@ class _Activity:
     cost_per_s: float = 0.0
     weight: float = 1.0  # weight of the leaf's requests
     can_run: bool = False  # whether some flow waits without being throttled
+
+
+class _Siblings(NamedTuple):
+    """The `paths` of children of one node, the sum of their weights, and their served cost per second."""
+
+    paths: frozenset[str]
+    weights: float
+    cost_per_s: float
 
 
 class TenantTree:
@@ -94,8 +102,8 @@ class TenantTree:
         tenant = None
         if own is not None:
             above = ("", *tree.paths(path))[-2]
-            tenant = _tenant(own, tree, fleet, active, _siblings(active, above))
-        siblings = _siblings(active, path)
+            tenant = _tenant(own, tree, fleet, active, _siblings(active, above, tree))
+        siblings = _siblings(active, path, tree)
         return models.Tenants(
             tenant=tenant,
             children=[_tenant(row, tree, fleet, active, siblings) for row in rows],
@@ -206,9 +214,11 @@ def _told(node: Node | None) -> dict[str, Any] | None:
     return None if node is None else node.model_dump(mode="json", exclude_unset=True, exclude={"path"})
 
 
-def _siblings(active: Mapping[str, _Activity], above: str) -> list[str]:
-    """The children of `above` with requests that may run."""
-    return [path for path, each in active.items() if each.above == above and each.can_run]
+def _siblings(active: Mapping[str, _Activity], above: str, tree: Tree) -> _Siblings:
+    """The children of `above` with requests that may run; thousands of them, summed once for a page."""
+    paths = frozenset(path for path, each in active.items() if each.above == above and each.can_run)
+    weights = sum(_weight(each, tree, active) for each in paths)
+    return _Siblings(paths, weights, sum(active[each].cost_per_s for each in paths))
 
 
 def _weight(path: str, tree: Tree, active: Mapping[str, _Activity]) -> float:
@@ -221,12 +231,12 @@ def _tenant(
     tree: Tree,
     fleet: FleetState,
     active: Mapping[str, _Activity],
-    siblings: Sequence[str],
+    siblings: _Siblings,
 ) -> models.Tenant:
     activity = active.get(row.path, _Activity())
     weight = _weight(row.path, tree, active)
-    weights = sum(_weight(each, tree, active) for each in siblings) if row.path in siblings else 0.0
-    served = sum(active[each].cost_per_s for each in siblings)
+    weights = siblings.weights if row.path in siblings.paths else 0.0
+    served = siblings.cost_per_s
     has_all = fleet.complete and not fleet.served.truncated
     settings = orjson.loads(row.settings) if row.settings else {}
     in_flight = next((each for each in row.limits if each.unit == "parallel"), None)
