@@ -1,5 +1,6 @@
 """Usage is counted once, by hour, leaf and model, and exported with a note wherever it may be missing."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from picker_fleet.domain.request import Completion, Outcome
 from picker_fleet.domain.sections import Leases
 from picker_fleet.domain.tenants import Price
 from picker_fleet.fleet.usage import HOUR_MS, UsageMeter
-from picker_fleet.state.reads import Usage
+from picker_fleet.state.reads import Usage, UsageHour
 
 FILL = r"for n = 0, ARGV[1] - 1 do redis.call('HSET', KEYS[1], 't' .. n .. '\031llama', '1 0 1 0 1 2') end"
 PRICES = {"llama": Price(prompt=2, cached=0.5, answer=3)}
@@ -110,6 +111,30 @@ async def test_the_usage_of_a_large_hour_is_exported_in_parts_and_in_order(fleet
         assert max(map(len, parts)) <= 250
         names = [row.tenant for part in parts for row in part if row.tenant]
         assert names == sorted(f"t{number}" for number in range(1000))
+
+
+async def test_few_hours_of_usage_are_read_at_once(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+        hour = a.store.now_ms() // HOUR_MS
+        await it.redis.eval(FILL, 1, it.keys.usage(hour), 1000)
+        export, read = UsageExport(a.store, Leases()), []
+        usage = a.store.reads.usage
+
+        async def counted(hour: int) -> UsageHour:
+            read.append(hour)
+            return await usage(hour)
+
+        a.store.reads.usage = counted  # type: ignore[method-assign]
+        exports = [export.rows(hour, is_followed=False) for _ in range(5)]
+        waiting = [asyncio.create_task(anext(each)) for each in exports]
+        done: set[asyncio.Task[Any]] = set()
+        while len(done) < 2:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        assert len(read) == 2
+        for each, task in zip(exports, waiting, strict=True):  # its client leaves
+            await task
+            await each.aclose()
+        assert len(read) == 5
 
 
 async def test_stored_hours_and_rows_of_usage_are_bounded_and_the_oldest_go_first(fleet: OpenFleet) -> None:
