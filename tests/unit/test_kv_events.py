@@ -424,9 +424,13 @@ async def test_an_engine_that_floods_its_reader_is_read_slowly(
         return b"\x01\x08%s\x02%s%s" % (number.to_bytes(8), len(text).to_bytes(8), text)
 
     async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stack.callback(writer.close)
         writer.write(PUBLISHER_GREETING + b"".join(map(message, range(6))))
 
-    async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
+    async with (
+        await asyncio.start_server(publish, "127.0.0.1", 0) as engine,
+        contextlib.AsyncExitStack() as stack,
+    ):
         reader = KvEventReader(engine.sockets[0].getsockname()[1], listener)
         reader.set_targets([Endpoint("127.0.0.1:8000", {})])
         async with running(reader.run()):

@@ -88,13 +88,15 @@ class Connection:
                 return None
             is_command = flags & _COMMAND != 0
             async with asyncio.timeout(_ANSWER_S):
-                parts = [await self._body(flags, _MOST_MESSAGE_BYTES)] if is_command else []
-                parts = parts or await self._parts(flags)
+                if is_command:
+                    parts = [await self._body(flags, _MOST_MESSAGE_BYTES)]
+                else:
+                    parts = await self._parts(flags)
                 if is_command and parts[0].startswith(_PING):
                     self._write(_COMMAND, _PONG + parts[0][_PING_CONTEXT])
                     await self._writer.drain()
             pause_s = sum(len(part) + _PART_BYTES for part in parts) / _BYTES_A_S
-            await asyncio.sleep(max(pause_s, _COMMAND_PAUSE_S) if is_command else pause_s)
+            await asyncio.sleep(max(pause_s, is_command * _COMMAND_PAUSE_S))
             if not is_command:
                 return parts
 
