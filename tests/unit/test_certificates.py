@@ -300,6 +300,19 @@ async def test_tls_handshakes_of_a_flood_start_slowly_and_those_of_other_address
     assert sum(turn.done() for turn in flood) <= tls_port._STARTS_AT_ONCE + 5
 
 
+async def test_tls_handshakes_of_a_lasting_flood_start_at_a_lower_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls_port, "_MOST_SAVED", 20.0)
+    monkeypatch.setattr(tls_port, "_LASTING_PER_S", 0.1)
+    handshakes = tls_port._Handshakes()
+    flood = [handshakes.turn("127.0.0.2") for _ in range(100)]
+    async with asyncio.timeout(PATIENT_S):
+        await flood[19]
+    await asyncio.sleep(0.1)  # five times as long as the pace alone would need for the next handshake
+    assert sum(turn.done() for turn in flood) == 20
+
+
 def test_a_tls_handshake_that_is_aborted_leaves_no_connection(
     server: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ SHUTDOWN_S: Final = 5.0
 _HANDSHAKE_RECORD = 22  # the first byte of a TLS connection (RFC 8446, section 5.1)
 _HANDSHAKES = 256  # maximum concurrent TLS handshakes on a port
 _STARTS_PER_S, _STARTS_AT_ONCE = 300.0, 8  # how many TLS handshakes of a port start in a second, and at once
+_LASTING_PER_S, _MOST_SAVED = 60.0, 600.0  # how many start in a second in the long run; most unused starts
 MAX_TLS_CONNECTIONS: Final = 1024  # maximum TLS connections on a port; each may take 256 KiB of memory
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
@@ -201,6 +202,7 @@ class _Handshakes:
 
     Of more than `_HANDSHAKES` handshakes, the oldest one of the address that has most is aborted. At most
     `_STARTS_PER_S` start in a second, the addresses in turn: a flood from one address keeps no other out.
+    A gateway opens many connections at once, but seldom; a flood gets `_LASTING_PER_S`.
     """
 
     def __init__(self) -> None:
@@ -208,6 +210,7 @@ class _Handshakes:
         self._by_address = ByAddress()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._next_s = 0.0  # the time at which the next handshake may start
+        self._saved, self._saved_s = _MOST_SAVED, 0.0  # how many may start, at the time `_saved_s`
         self._timer: asyncio.TimerHandle | None = None
 
     def opened(self, handshake: "_Handshake") -> None:
@@ -237,7 +240,9 @@ class _Handshakes:
         self._timer, loop = None, asyncio.get_running_loop()
         now_s = loop.time()
         self._next_s = max(self._next_s, now_s - _STARTS_AT_ONCE / _STARTS_PER_S)
-        while self._waiting and self._next_s <= now_s:
+        self._saved = min(self._saved + (now_s - self._saved_s) * _LASTING_PER_S, _MOST_SAVED)
+        self._saved_s = now_s
+        while self._waiting and self._next_s <= now_s and self._saved >= 1:
             address, turns = self._waiting.popitem(last=False)
             turn = turns.popleft()
             if turns:
@@ -245,8 +250,10 @@ class _Handshakes:
             if not turn.done():
                 turn.set_result(None)
                 self._next_s += 1 / _STARTS_PER_S
+                self._saved -= 1
         if self._waiting:
-            self._timer = loop.call_later(self._next_s - now_s, self._start)
+            wait_s = max(self._next_s - now_s, (1 - self._saved) / _LASTING_PER_S)
+            self._timer = loop.call_later(wait_s, self._start)
 
 
 class _Handshake(asyncio.Protocol):
