@@ -138,19 +138,22 @@ APIS: Final = (
     *_apis("read", "GET,HEAD,POST", "ping", whole=True),
 )  # fmt: skip
 
+_WEIGHTS: Final = r"\w*_?weights?(?:_\w+)?"
 # Paths (whole, in lower case) that administer an engine or show other clients' requests.
 ADMINISTRATION: Final = (
     r"(?:.*/)?(?:sleep|is_sleeping|wake_?up|pause|resume|is_paused|shutdown|kill|collective_rpc|slow_down"
     r"|metrics|slots(?:/[^/]*)?|props|lora-adapters|server_info|get_server_info|cluster_info|freeze_gc|dumper"
     r"|(?:un)?load_\w+|(?:start|stop|dump|end|finish|abort|pause|continue|resume|release|destroy)_\w+"
-    r"|(?:flush|reset|clear)_\w+|\w*_?weights?(?:_\w+)?|init_\w+|scale_\w+|is_scaling_\w+|configure_\w+"
+    rf"|(?:flush|reset|clear)_\w+|{_WEIGHTS}|init_\w+|scale_\w+|is_scaling_\w+|configure_\w+"
     r"|(?:open|close)_session|(?:get|set)_(?:internal_state|world_size|trace_level)|(?:add|remove)_external\w+"
     r"|kv_cache_events|perf_metrics|models/(?:un)?load|trace/setting"
     r"|api/(?:pull|push|create|copy|delete|blobs/.*)|v1/(?:un)?load)"
     r"|(?:.*/)?(?:v2/(?:repository|logging|trace|systemsharedmemory|cudasharedmemory|tpusharedmemory)"
     r"|hicache|debug|dumper)(?:/.*)?"
 )
-_ADMINISTERS: Final = re.compile(ADMINISTRATION)
+# In Python, `_WEIGHTS` takes time by the square of a segment that repeats `weights_`: look for it apart.
+_ADMINISTERS: Final = re.compile(ADMINISTRATION.replace(f"|{_WEIGHTS}", ""))
+_WORD, _OF_WEIGHTS = re.compile(r"\w+"), re.compile(r"weights?(?:_\w|\Z)")
 _WRITTEN_LISTS: Final = re.compile(r"(?:.*/)?(?:models|adapters)(?:/[^/:]+)?")  # SageMaker: read-only
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _MOST_DECODINGS = 4
@@ -184,6 +187,9 @@ def administers(method: str, path: str) -> bool:
     if resolved is None:
         return True
     if method not in _SAFE_METHODS and _WRITTEN_LISTS.fullmatch(resolved[0]):
+        return True
+    last = resolved[0].rpartition("/")[2]
+    if _WORD.fullmatch(last) and _OF_WEIGHTS.search(last):
         return True
     return _ADMINISTERS.fullmatch(resolved[0]) is not None
 
