@@ -15,9 +15,9 @@ _NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _KEY: Final = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
 _VALUE: Final = rf"(?:{_NAME})?"
 _REQUIREMENT: Final = re.compile(
-    rf"\s*(?:(?P<absent>!)\s*(?P<no>{_KEY})"
-    rf"|(?P<key>{_KEY})(?:\s*(?P<equality>==|=|!=)\s*(?P<value>{_VALUE})"
-    rf"|\s+(?P<within>in|notin)\s*\((?P<values>\s*{_VALUE}\s*(?:,\s*{_VALUE}\s*)*)\))?)\s*(?:,|\Z)"
+    rf"\s*+(?:(?P<absent>!)\s*+(?P<no>{_KEY})"
+    rf"|(?P<key>{_KEY})(?:\s*+(?P<equality>==|=|!=)\s*+(?P<value>{_VALUE})"
+    rf"|\s++(?P<within>in|notin)\s*+\((?P<values>\s*+{_VALUE}\s*+(?:,\s*+{_VALUE}\s*+)*)\))?)\s*+(?:,|\Z)"
 )
 
 
