@@ -245,6 +245,20 @@ async def test_a_change_counts_as_ten_calls_and_a_first_change_passes_at_any_rat
     assert await passes(limit(0.1), method="POST")
 
 
+async def test_a_page_of_a_list_counts_by_its_rows() -> None:
+    for query, pages in (
+        ("", 6),
+        ("?limit=20", 20),
+        ("?limit=200", 4),
+        ("?limit=1&limit=1000", 4),
+        ("?limit=x", 6),
+    ):
+        settings = parse({"admin": {"rate": 10}})
+        async with asking(api(settings=settings, rate_limit=limit)) as client:
+            answers = [await client.get(f"/no/such/flows{query}") for _ in range(21)]
+        assert [answer.status_code != 429 for answer in answers] == [True] * pages + [False] * (21 - pages)
+
+
 async def test_the_refusal_of_a_change_says_when_ten_calls_are_available() -> None:
     async with asking(api(settings=parse({"admin": {"rate": 2}}), rate_limit=limit)) as client:
         await client.post("/api/v1/pause")

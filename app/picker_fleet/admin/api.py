@@ -19,7 +19,9 @@ from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
 from picker_fleet.admin.examples import HEALTHY
 from picker_fleet.admin.protection import (
+    MAX_ROWS,
     PROBLEM,
+    ROWS,
     Access,
     Deadlines,
     Protection,
@@ -39,7 +41,6 @@ from picker_fleet.domain.config import Settings
 from picker_fleet.domain.sections import Role
 from picker_fleet.telemetry.metrics import Metrics
 
-MAX_ROWS = 200  # rows on a page; a longer page would take too long to build and to read
 MAX_LIMIT = 1000
 _HEALTH_RATE = 100.0  # health calls a second from one address; the limit of other calls is separate
 _ANY_FAULT: Responses = {"default": {**PROBLEM, "description": "a fault (application/problem+json)"}}
@@ -250,7 +251,7 @@ def _add_views(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
         return await within(limit_s, view.replicas())
 
     @routes.get("/flows", summary="Flows that wait", response_model=models.Flows, responses=_PAGED)
-    async def flows(limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None) -> Response:
+    async def flows(limit: _Limit = ROWS, cursor: models.Cursor = None, band: _OnlyBand = None) -> Response:
         """Flows with waiting requests in the order in which the queue serves them, then flows at their limit.
 
         Start tags grow while flows are served, so a flow may appear on two pages, but no flow is left out.
@@ -264,18 +265,18 @@ def _add_views(routes: APIRouter, view: FleetView, deadlines: Deadlines) -> None
 
     @routes.get("/queue", summary="Requests that wait", response_model=models.Queue, responses=_PAGED)
     async def queue(
-        limit: _Limit = 100, cursor: models.Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
+        limit: _Limit = ROWS, cursor: models.Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
         """Waiting requests in the predicted dispatch order; `order` describes that order and its limits."""
         return _json(await within(limit_s, view.queue(limit, cursor, band, flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
-    async def inflight(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
+    async def inflight(limit: _Limit = ROWS, cursor: models.Cursor = None) -> Response:
         """Requests in flight, in the order in which their leases end."""
         return _json(await within(limit_s, view.in_flight(limit, cursor)))
 
     @routes.get("/workloads", summary="Workloads", response_model=models.Workloads, responses=_PAGED)
-    async def workloads(limit: _Limit = 100, cursor: models.Cursor = None) -> Response:
+    async def workloads(limit: _Limit = ROWS, cursor: models.Cursor = None) -> Response:
         """Known workloads, unordered; workloads that come or go between two pages may be missing."""
         return _json(await within(limit_s, view.workloads(limit, cursor)))
 

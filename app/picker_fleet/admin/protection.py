@@ -30,8 +30,12 @@ from picker_fleet.domain.sections import Admin, Role
 from picker_fleet.domain.units import bearer_token, is_loopback
 from picker_fleet.fleet.live_config import LIVE
 
+MAX_ROWS, ROWS = 200, 100  # rows on a page: at most, since a longer page takes too long, and by default
 BURST_S = 2.0  # a burst may have as many calls as the rate allows in these seconds
 CHANGE_COST = 10  # a change counts as this many calls: it takes several scripts and work on every replica
+_LISTS = ("/flows", "/queue", "/inflight", "/workloads")  # the calls that return pages of rows
+_MOST_DIGITS = 9
+_ROWS_A_CALL = 50  # so many rows of a page take as long as another call
 _MAX_CLIENTS = 1024
 _MOST_QUERY_FIELDS = 32  # to parse 16 KiB of empty fields takes 20 to 40 ms
 _REFUSAL_DELAY_S = 1.0  # delay of a refusal, for clients that ignore Retry-After
@@ -165,12 +169,15 @@ class RateLimit:
         self._rates = Rates(per_s, max(per_s * BURST_S, CHANGE_COST), _MAX_CLIENTS, clock)
         self._sleep = sleep
 
-    async def __call__(self, request: Request) -> None:
-        """Return if the client is within its rate limit; if not, raise Refused (429) after a delay."""
-        wait_s = self._rates.take(address_of(request), 1 if request.method in _READ_METHODS else CHANGE_COST)
+    async def __call__(self, request: Request, more: int = 0) -> None:
+        """Return if the client is within its rate limit; if not, raise Refused (429) after a delay. A read
+        counts as `more` calls besides itself."""
+        cost = 1 + more if request.method in _READ_METHODS else CHANGE_COST
+        wait_s = self._rates.take(address_of(request), cost)
         if wait_s:
             await self._sleep(_REFUSAL_DELAY_S)
-            limit = f"{self._per_s:g} calls a second from one client (a change counts as {CHANGE_COST})"
+            counts = f"a change counts as {CHANGE_COST}, each {_ROWS_A_CALL} rows of a page as one more"
+            limit = f"{self._per_s:g} calls a second from one client ({counts})"
             raise Refused(429, "too_many_calls", f"more than {limit}", retry_after_s=retry_after_s(wait_s))
 
 
@@ -205,7 +212,7 @@ class Protection:
         request, answer = Request(scope), self._app
         try:
             if (limit := self._limits.get(scope["path"], self._calls)) is not None:
-                await limit(request)
+                await limit(request, _rows(request) // _ROWS_A_CALL)
             if scope["path"] not in _ANY_HOST_PATHS:
                 self._check_host(request)
             if scope["query_string"].count(b"&") >= _MOST_QUERY_FIELDS:
@@ -234,6 +241,14 @@ class Protection:
             return True
         server = scope.get("server")
         return server is not None and _same_address(host, server[0])
+
+
+def _rows(request: Request) -> int:
+    """The most rows that a call may return; 0 if it returns no page of a list."""
+    if not request.scope["path"].endswith(_LISTS):
+        return 0
+    limit = request.query_params.get("limit", "")
+    return min(int(limit), MAX_ROWS) if limit.isdecimal() and len(limit) <= _MOST_DIGITS else ROWS
 
 
 def _hostname(authority: str) -> str | None:
