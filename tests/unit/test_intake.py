@@ -165,6 +165,17 @@ def test_a_body_with_more_than_64_lone_surrogates_is_refused() -> None:
         read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 65))
 
 
+def test_a_malformed_body_of_a_million_escapes_is_refused_in_milliseconds() -> None:
+    def cpu_s() -> float:
+        began_s = time.thread_time()
+        with pytest.raises(BadRequest, match="not valid JSON"):
+            read_body(body)
+        return time.thread_time() - began_s
+
+    body = b'{"model": "m", "prompt": "%s"} x' % (b"\\ud83d\\ude00" * 650_000)
+    assert min(cpu_s() for _ in range(3)) < 0.06
+
+
 def test_an_uploaded_audio_file_is_charged_as_speech_and_not_as_text_of_its_length() -> None:
     upload = form(('name="file"; filename="a.wav"', b"x" * 512_000), ('name="model"', b"m"))
     charge, _ = costed(read_body(upload, Way("inference", "form"), MULTIPART))
