@@ -223,13 +223,17 @@ def test_a_request_goes_where_its_latency_objective_is_predicted_to_be_kept(
     assert known.chooser.shortfall_s(near) is None, "one stream in eight that is nearly in time is tried"
     assert known.chooser.shortfall_s(near._replace(stream=False)) == pytest.approx(late_s - 0.4)
     assert known.chooser.shortfall_s(prompt, 0.9) == pytest.approx(late_s, abs=0.11), "never one far too late"
+
+    def why(**objective: float) -> str:
+        promised = LatencyObjective(**objective)
+        return broken_promise(known.routes.model, lambda _: promised, known.now_s, A, 4)
+
+    assert why(ttft_s=0.5) == ""
+    assert re.fullmatch(r"predicted TTFT \d+ ms exceeds 200 ms at 4 in flight", why(ttft_s=0.2))
+    assert why(tpot_s=0.01)
     known.now_s += 61.0
     assert known.chooser.shortfall_s(prompt, 0.9) is None, "the endpoints may be faster by now"
-
-    assert broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.5), A, 4) == ""
-    why = broken_promise(known.routes.model, lambda _: LatencyObjective(ttft_s=0.2), A, 4)
-    assert re.fullmatch(r"predicted TTFT \d+ ms exceeds 200 ms at 4 in flight", why)
-    assert broken_promise(known.routes.model, lambda _: LatencyObjective(tpot_s=0.01), A, 4)
+    assert why(ttft_s=0.2) == "", "a model without requests lowers no limit"
 
 
 async def test_routes_that_arrive_for_a_departed_endpoint_are_forgotten() -> None:

@@ -127,7 +127,7 @@ class LimitKeeper:
                 observed[stage],
                 waiting=waiting,
                 completed=pool.ended_total,
-                misses=self._misses(stage, observed[stage]),
+                misses=self._misses(stage, observed[stage], now_s),
             )
             for address, each in controller.endpoints.items():
                 if (former := before.get(address)) is not None and former != each.limit:
@@ -139,13 +139,13 @@ class LimitKeeper:
             await self._store.set_limits(found)
             self._stored, self._epoch_us = found, pool.born_us
 
-    def _misses(self, stage: str, observed: Mapping[str, Observation]) -> Misses | None:
+    def _misses(self, stage: str, observed: Mapping[str, Observation], now_s: float) -> Misses | None:
         """Which limits of a stage would break a configured latency objective; None without objectives."""
         settings = self._fleet.config.settings
         if not settings.promises_latencies:
             return None
         promise = partial(
-            broken_promise, self._latencies, settings.promised_latency, prefill=stage == PREFILL
+            broken_promise, self._latencies, settings.promised_latency, now_s, prefill=stage == PREFILL
         )
         return lambda address, limit: promise(address, limit / observed[address].mean_request)
 

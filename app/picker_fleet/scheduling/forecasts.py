@@ -215,6 +215,7 @@ def shortfall_s(objective: LatencyObjective, forecasts: Sequence[Forecast]) -> f
 def broken_promise(
     latencies: LatencyModel,
     promised: Callable[[str], LatencyObjective],
+    now_s: float,
     address: str,
     in_flight: float,
     *,
@@ -223,7 +224,7 @@ def broken_promise(
     """Why the endpoint `address` would break a latency objective with `in_flight` requests in flight (with
     `prefill`: this many prompts to prefill for others), that is, for some model one request in ten would take
     longer than `promised`. '' if the endpoint keeps all objectives, or too little is known."""
-    for model in latencies.models:
+    for model in latencies.current_models(now_s):
         if model.startswith(_SPLIT) is not prefill:
             continue
         forecast = latencies.forecast_at(model, address, in_flight)

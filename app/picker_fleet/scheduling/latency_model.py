@@ -19,13 +19,13 @@ and its gaps: replicas that learn the same sequence predict alike.
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 MIN_OBSERVATIONS: Final = 50  # fewer observations of a model give no prediction
-# After so many seconds without an observation, a model's predictions refuse no request, and learning begins
-# anew: if all requests were refused, nothing would correct the predictions.
+# After so many seconds without an observation, a model's predictions refuse no request and lower no limit,
+# and learning begins anew: if all requests were refused, nothing would correct the predictions.
 MOST_GAP_S: Final = 60.0
 MAX_MODELS: Final = 64  # maximum models kept, the most recently observed
 
@@ -122,9 +122,9 @@ class LatencyModel:
         prefill_tokens, kv_utilisation = (known.fits[0].usual(field, others) for field in (_PREFILL, _KV))
         return self.forecast(model, address, Load(prefill_tokens, others, kv_utilisation))
 
-    @property
-    def models(self) -> Collection[str]:
-        return self._models.keys()
+    def current_models(self, now_s: float) -> Iterator[str]:
+        """The models of which a request was learnt recently; later ones are learnt anew."""
+        return (name for name, known in self._models.items() if now_s - known.learnt_s <= MOST_GAP_S)
 
     def learnt_s(self, model: str) -> float:
         """When a request of `model` was last learnt; long ago if never."""
