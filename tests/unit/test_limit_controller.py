@@ -265,6 +265,12 @@ def test_no_limit_grows_until_a_latency_objective_is_missed() -> None:
     assert "predicted TTFT" in pool.reason()
 
 
+def test_a_load_below_a_limit_in_tokens_does_not_say_how_many_requests_would_miss_an_objective() -> None:
+    controller = LimitController(least=1, most=10**9, initial=4096)
+    pool = Pool({A: Engine(32)}, demand=1, tokens=20, controller=controller)
+    assert pool.run(20, lambda address, limit: "predicted TTFT")[-1] == {A: 4096}
+
+
 def test_every_limit_stays_within_the_configured_bounds() -> None:
     pool = Pool({A: Engine(100)}, controller=LimitController(least=4, most=20, initial=8))
     assert pool.run(20)[-1] == {A: 20}

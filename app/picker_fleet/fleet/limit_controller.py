@@ -231,7 +231,8 @@ class LimitController:
             limit = max(min(seen.in_flight, most), math.ceil(known.limit * _DEEPEST_CUT))
             known.refused = True
             self._fall(known, limit, f"engine refused requests at {seen.load}", now_s)
-        if why := self._misses(address, known.limit):
+        # How many requests fill a limit in tokens is known only while they do.
+        if (seen.tokens is None or _is_reached(known, seen)) and (why := self._misses(address, known.limit)):
             self._fall(known, math.floor(known.limit * _CUT), why, now_s)
         page = seen.page
         if page is None:
