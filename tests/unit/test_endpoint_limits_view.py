@@ -9,10 +9,14 @@ from scripted_store import POOL
 from picker_fleet.admin.views import FleetView
 from picker_fleet.domain.config import parse
 from picker_fleet.domain.request import Endpoint
-from picker_fleet.state.pool_state import FoundLimit
+from picker_fleet.state.pool_state import PREFILL, FoundLimit
 
-FOUND, CAPPED, FULL, PINNED, NEW = (f"10.0.0.{n}:8000" for n in range(1, 6))
-LISTED = (*(Endpoint(address) for address in (FOUND, FULL, PINNED, NEW)), Endpoint(CAPPED, max_inflight=8))
+FOUND, CAPPED, FULL, PINNED, NEW, PREFILLER = (f"10.0.0.{n}:8000" for n in range(1, 7))
+LISTED = (
+    *(Endpoint(address) for address in (FOUND, FULL, PINNED, NEW)),
+    Endpoint(CAPPED, max_inflight=8),
+    Endpoint(PREFILLER, prefills=True, decodes=False),
+)
 LIMITS = {FOUND: 36, CAPPED: 8, FULL: 5, PINNED: 24, NEW: 8}
 WHY = "engine queued 3 requests at 40 in flight"
 
@@ -28,14 +32,16 @@ class Replica:
         self.moved_ms = 47_500
 
     async def state(self) -> Any:
-        return SimpleNamespace(pool=replace(POOL, now_us=50_000_000, limits=self.limits), outage=self.outage)
+        pool = replace(POOL, now_us=50_000_000, limits=self.limits, prefill_limits={PREFILLER: 36})
+        return SimpleNamespace(pool=pool, outage=self.outage)
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
         return LISTED
 
     async def found_limits(self) -> dict[str, FoundLimit]:
         self.reads += 1
-        return {address: FoundLimit(36, WHY, self.moved_ms) for address in (FOUND, CAPPED, FULL, PINNED)}
+        names = (FOUND, CAPPED, FULL, PINNED, PREFILL + PREFILLER)
+        return {name: FoundLimit(36, WHY, self.moved_ms) for name in names}
 
     def snapshot(self) -> dict[str, Any]:
         return {}
@@ -64,6 +70,7 @@ async def test_an_endpoints_row_gives_the_reason_of_its_limit_in_force_also_in_a
         FULL: (5, "the endpoint answered that it is full; the fleet found 36", None, False),
         PINNED: (24, "pinned", None, True),
         NEW: (8, None, None, False),
+        PREFILLER: (None, WHY, 2.5, False),
     }
     replica.outage = object()
     assert await rows(view) == shown
@@ -92,7 +99,7 @@ async def test_a_limit_that_rises_while_a_row_is_read_does_not_make_the_endpoint
 async def test_in_mode_static_rows_have_no_reasons_and_no_command_reads_found_limits() -> None:
     replica = Replica({"watermark_per_backend": 4, "pinned": {PINNED: 24}})
     shown = await rows(replica.view())
-    assert set(shown.values()) == {(limit, None, None, False) for limit in LIMITS.values()}
+    assert set(shown.values()) == {(limit, None, None, False) for limit in (*LIMITS.values(), None)}
     assert replica.reads == 0
 
 

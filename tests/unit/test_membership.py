@@ -193,6 +193,16 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
         assert (await one.membership.state()).watermark == 4 * POOL.ready_backends
 
 
+async def test_only_endpoints_that_decode_have_a_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, decoder = ScriptedStore(), Endpoint("10.0.0.1:8000")
+    prefiller = Endpoint("10.0.0.2:8000", prefills=True, decodes=False)
+    monkeypatch.setattr(store, "endpoints", AsyncMock(return_value=(decoder, prefiller)))
+    store.pool = replace(POOL, limits={decoder.address: 8, prefiller.address: 8})
+    async with member(store) as one:
+        await until(lambda: ("epp_endpoint_limit", f"endpoint={decoder.address}") in samples(one.metrics))
+        assert ("epp_endpoint_limit", f"endpoint={prefiller.address}") not in samples(one.metrics)
+
+
 async def test_readers_of_the_admin_api_do_not_keep_a_replica_from_following_the_pool() -> None:
     store = ScriptedStore()
     async with member(store, parse({"leases": {"heartbeat": "200ms"}})) as one:

@@ -243,11 +243,12 @@ class Endpoint(BaseModel):
     )
     max_inflight: int | None = Field(None, description="limit that discovery gives; null: no limit")
     limit: int | None = Field(
-        None, description="limit in force, in requests or tokens in flight; null: no limit"
+        None, description="limit in force, in requests or tokens in flight; null: no limit, or no decoding"
     )
     limit_reason: str | None = Field(
         None,
-        description="why the limit last moved, in mode `adaptive`; null: unknown, or mode `static`",
+        description="why the limit last moved (without decoding: `prefill_limit`), in mode `adaptive`; null: "
+        "unknown, or mode `static`",
     )
     limit_changed_s: Rounded | None = Field(
         None,

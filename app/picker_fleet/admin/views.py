@@ -35,7 +35,7 @@ from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.fleet.heartbeat import Membership
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
-from picker_fleet.state.pool_state import FoundLimit
+from picker_fleet.state.pool_state import PREFILL, FoundLimit, why_limited
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow
 from picker_fleet.state.store import Store
 
@@ -43,7 +43,6 @@ _Row = TypeVar("_Row")
 _Parts = TypeVar("_Parts")
 _MAX_CURSOR_CHARS = 4096
 _NO_LIST = "discovery has no list yet; the log says why"
-_NEW_S = 1.0  # a limit found more recently may have been stored after the limits in force were read
 _MAX_SCANNED_WORKLOADS = 200  # the method `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
 _BAND_ORDER = {
@@ -203,25 +202,30 @@ class FleetView:
         if not controller.is_adaptive:
             self._found = {}
         elif state.outage is None:
-            self._found, self._in_force = await self._store.found_limits(), state.pool.limits
+            self._found, self._in_force = await self._store.found_limits(), state.pool.limits_by_name
+        limits = state.pool.limits_by_name
         readings = self._readings.snapshot()
         rows = []
         for each in await self._membership.endpoints():
-            limit = state.pool.limits.get(each.address)
+            name = each.address if each.decodes else PREFILL + each.address
+            limit = limits.get(name)
             pinned = controller.is_adaptive and each.address in controller.pinned
             # In an outage, another limit may be in force than when the found limits were read.
-            found = self._found.get(each.address) if self._in_force.get(each.address) == limit else None
-            reason, changed_s = _moved(each, limit, found, controller.max_per_backend, state.pool.now_us)
-            if pinned:
-                reason, changed_s = "pinned", None
-            limits = {"limit": limit, "limit_reason": reason, "limit_changed_s": changed_s, "pinned": pinned}
-            in_flight = state.pool.in_flight.get(each.address, 0)
+            found = self._found.get(name) if self._in_force.get(name) == limit else None
+            reason, changed_s = why_limited(each, limit, found, controller.max_per_backend, state.pool.now_us)
             tokens = state.pool.amounts.get(each.address)
-            loads = {"in_flight": in_flight, "in_flight_tokens": None if tokens is None else round(tokens)}
+            loads = {
+                "limit": state.pool.limits.get(each.address),
+                "limit_reason": "pinned" if pinned else reason,
+                "limit_changed_s": None if pinned else changed_s,
+                "pinned": pinned,
+                "in_flight": state.pool.in_flight.get(each.address, 0),
+                "in_flight_tokens": None if tokens is None else round(tokens),
+            }
             if each.prefills:
                 loads["prefills"] = state.pool.prefill_in_flight.get(each.address, 0)
                 loads["prefill_limit"] = state.pool.prefill_limits.get(each.address)
-            rows.append(self._endpoint(each, loads | limits, readings.get(each.address)))
+            rows.append(self._endpoint(each, loads, readings.get(each.address)))
         return rows
 
     def _endpoint(
@@ -505,20 +509,6 @@ class FleetView:
         """The workload, with the score that a request arriving now would have, criticality excluded."""
         settings = self._membership.effective.settings
         return models.Workload(**row._asdict(), score=_arrival_score(row, settings))
-
-
-def _moved(
-    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, most: int | None, now_us: int
-) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit` (at most `most`), and how many seconds ago the fleet set it."""
-    if limit is None or found is None:
-        return None, None
-    moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
-    if limit < found.limit and moved_s >= _NEW_S:
-        bounds = {endpoint.max_inflight: "max_inflight of discovery", most: "max_per_backend"}
-        why = bounds.get(limit, "the endpoint answered that it is full")
-        return f"{why}; the fleet found {found.limit}", None
-    return found.reason, moved_s
 
 
 def _ejected(ejection: Ejection | None) -> models.Ejected | None:

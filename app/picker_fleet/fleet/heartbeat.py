@@ -554,6 +554,9 @@ class Membership:
 
     async def _read(self) -> SharedState:
         pool = await self._store.state(self._leases.replica_silence)
+        if others := {each.address for each in self._endpoints.current.endpoints if not each.decodes}:
+            limits = {address: limit for address, limit in pool.limits.items() if address not in others}
+            pool = replace(pool, limits=limits)  # the default limit is only for requests that are decoded
         settings = self._fleet.config.settings
         bounds = settings.request_queue_controller
         self._state = SharedState(

@@ -65,10 +65,9 @@ class LimitKeeper:
             self._controllers = {}
             if bounds.is_adaptive:
                 reason, changed_ms = "as before the leader changed", pool.now_us // 1000
-                prefills = {PREFILL + address: limit for address, limit in pool.prefill_limits.items()}
                 known = {
                     name: FoundLimit(limit, reason, changed_ms, unit=bounds.unit)
-                    for name, limit in {**pool.limits, **prefills}.items()
+                    for name, limit in pool.limits_by_name.items()
                 }
                 # A pinned limit hides the found limit: keep the limit that was found before the pin.
                 for name in [each for each in known if each.removeprefix(PREFILL) in bounds.pinned]:

@@ -15,6 +15,7 @@ from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import UNPICKABLE
 
 PREFILL = "prefill="  # before the address in the name of a limit in the stage prefill
+_NEW_S = 1.0  # a limit found more recently may have been stored after the limits in force were read
 _UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 
@@ -66,6 +67,11 @@ class PoolState:
     prompt_lines: Mapping[str, PromptLine]
     prefill_in_flight: Mapping[str, int] = field(default_factory=dict)
     prefill_limits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def limits_by_name(self) -> Mapping[str, int]:
+        """`limits` and `prefill_limits`, by the names that limits have in `limit_state`."""
+        return {**self.limits, **{PREFILL + address: limit for address, limit in self.prefill_limits.items()}}
 
 
 def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
@@ -151,6 +157,20 @@ def parse_found_limits(text: str | None) -> Mapping[str, FoundLimit]:
         return msgspec.json.decode(text or "{}", type=dict[str, FoundLimit])
     except msgspec.MsgspecError:
         return {}
+
+
+def why_limited(
+    endpoint: Endpoint, limit: int | None, found: FoundLimit | None, most: int | None, now_us: int
+) -> tuple[str | None, float | None]:
+    """Why the limit in force is `limit`, at most `most`, and the seconds since the fleet set it to that."""
+    if limit is None or found is None:
+        return None, None
+    moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
+    if limit < found.limit and moved_s >= _NEW_S:
+        bounds = {endpoint.max_inflight: "max_inflight of discovery", most: "max_per_backend"}
+        why = bounds.get(limit, "the endpoint answered that it is full")
+        return f"{why}; the fleet found {found.limit}", None
+    return found.reason, moved_s
 
 
 def parse_ejections(flat: Sequence[str]) -> Mapping[str, Ejection]:

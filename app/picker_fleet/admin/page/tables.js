@@ -103,7 +103,7 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       setText(cells[8], typeof mean === "number" ? `${seconds(mean)} ± ${seconds(deviation)}` : "–");
       setText(button, endpoint.status === "drained" ? "Undrain" : "Drain");
       setText(pinButton, endpoint.pinned ? "Unpin" : "Pin");
-      pinButton.hidden = !endpoint.adaptive || (endpoint.limit === null && !endpoint.pinned);
+      pinButton.hidden = !endpoint.adaptive || (typeof load.limit !== "number" && !endpoint.pinned);
       for (const each of [pinButton, button]) each.setAttribute("aria-label", `${each.textContent} ${endpoint.address}`);
     },
   };
@@ -130,14 +130,15 @@ function loadOf({ stages, in_flight: requests, limit, prefills, prefill_limit: p
   return { inFlight: requests, limit, text: `${number(requests, 0)} and ${text}` };
 }
 
-function pinOrUnpin(button, { address, pinned, limit }) {
+function pinOrUnpin(button, endpoint) {
+  const { address, pinned } = endpoint;
   return offer(button, {
     title: pinned ? `Unpin ${address}?` : `Pin the limit of ${address}?`,
     text: pinned
       ? "The fleet finds the endpoint's limit again, from the limit that it found last."
       : "The endpoint keeps this limit until you unpin the endpoint. Running requests finish.",
     yes: pinned ? "Unpin" : "Pin",
-    number: pinned ? undefined : limit,
+    number: pinned ? undefined : loadOf(endpoint).limit,
     make: (wanted) => pin(address, pinned ? null : wanted),
     done: pinned ? `The fleet finds the limit of ${address} again.` : `The limit of ${address} is pinned.`,
   });
