@@ -13,7 +13,7 @@ from long.compose.engine import BASE, Engine, EngineFault, command
 REDIS = "docker.io/library/redis:7.2-alpine"
 PROMETHEUS = "docker.io/prom/prometheus:v2.53.5"
 USER = "10001:10001"
-MOST_ABOVE_BASE_BYTES = 120_000_000  # limit for the image `picker`
+MOST_ABOVE_BASE_BYTES = 145_000_000  # limit for the image `picker`
 _OWN = "/opt/picker"
 _SBOM = f"{_OWN}/sbom.cdx.json"
 _NO_TOOLS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "as", "make"}
