@@ -686,10 +686,16 @@ def _path(number: int) -> bytes:
     return _request(path, b"{}", method=method, key=key)
 
 
+def _long_path(number: int) -> bytes:
+    word = ("weights_", "load_", "models/")[number % 3]
+    return _request(f"/{word * (1900 // len(word))}{number}/v1/completions", _ask())
+
+
 # The admin port, the port of mode `http`, Redis
 
 _TINY_QUERIES = ("/api/v1/endpoints?" + "a&" * 30_000, "/" + "%41" * 5000)
-_READS = (*("/metrics",) * 3, "/openapi.json", "/docs", "/healthz", "/api/v1/state", "/none", *_TINY_QUERIES)
+_PAGES = ("/openapi.json", "/docs", "/healthz", "/api/v1/state", "/api/v1/queue?limit=200", "/none")
+_READS = (*("/metrics",) * 3, *_PAGES, *_TINY_QUERIES)
 _HALVES = (
     b"",
     b"POST /v1/completions HTTP/1.1\r\nhost: fleet\r\nx-half: ",
@@ -786,6 +792,7 @@ ATTACKS = (
     Attack("names with separators", partial(_answered, _name), 0.2),
     Attack("spoofed steering headers", partial(_answered, _steer), 0.2),
     Attack("paths that are not inference, guessed keys", partial(_answered, _path), 0.1),
+    Attack("long paths", partial(_answered, _long_path), 0.02, at_once=2),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
     Attack("requests of any size at http.listen", partial(_flood, "http", _CHECKS), 0.5, needs="http"),
     Attack(

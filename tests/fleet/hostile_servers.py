@@ -16,10 +16,13 @@ _ANSWERS = itertools.cycle(
         http_answer(b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'),
         http_answer(b'{"usage":' * 1800 + b"1" + b"}" * 1800),
         http_answer(b"data: 1\n\n", kind="text/event-stream"),
+        http_answer(b"[" + b"{}," * 21_000 + b"{}]"),
+        http_answer(b"\n" * 1_000_000, kind="text/" + "x" * 20_000),
     ]
 )
 _LINE = b'vllm:num_requests_waiting{model_name="%06d"} 1e400\n'
-_PAGE_LINES = 80_000  # a page of 4 MiB
+_LONG_LINE = b'vllm:num_requests_running{model_name="%s"} 1\n' % ("\N{GRINNING FACE}" * 60_000).encode()
+_PAGE_LINES, _LONG_LINES = 80_000, 20  # a page of 9 MB
 _PAUSE_S = 0.05
 
 
@@ -37,7 +40,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slo
                     await writer.drain()
                     await asyncio.sleep(_PAUSE_S)
             else:
-                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + _LONG_LINE * _LONG_LINES)
                 for number in range(_PAGE_LINES):
                     writer.write(_LINE % number)
                     await writer.drain()
