@@ -147,6 +147,17 @@ def test_preemptions_lower_an_engines_limit_unless_many_more_requests_have_ended
     assert (pool.controller.limits()[A] < 32) == is_lowered
 
 
+def test_a_counter_of_preemptions_that_begins_again_hides_no_preemptions() -> None:
+    engine = Engine(32, preemptions=1e6)
+    pool = Pool({A: engine})
+    pool.run(24)
+    engine.preemptions = 0.0
+    for _ in range(7):
+        engine.preemptions += 8
+        pool.run(1)
+    assert "preempted" in pool.reason()
+
+
 def test_a_single_burst_of_preemptions_does_not_lower_a_limit() -> None:
     engine = Engine(32)
     pool = Pool({A: engine})
@@ -311,6 +322,16 @@ def test_the_limit_of_one_endpoint_without_a_page_follows_its_own_throughput(oth
     pool = Pool({A: Engine(32, has_page=False), **with_pages})
     pool.run(300)
     assert all(20 <= limits[A] <= 66 for limits in pool.run(300))
+
+
+def test_without_metrics_pages_no_rate_is_measured_over_a_loss_of_the_count() -> None:
+    pool = Pool({A: Engine(8, has_page=False)}, completed=10**6)
+    pool.run(12)
+    assert "a trial" in pool.reason()
+    pool.completed = 0
+    for _ in range(20):
+        pool.run(1)
+        assert not pool.reason().startswith("-"), pool.reason()
 
 
 def test_without_metrics_pages_surges_of_load_raise_a_limit_only_with_the_throughput() -> None:

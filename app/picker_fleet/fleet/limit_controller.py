@@ -160,7 +160,8 @@ class _Trial:
 
     def rate(self, now_s: float, completed: int, *, is_over: bool) -> float | None:
         """The rate since the trial began; None while too few requests have ended and the trial goes on."""
-        if now_s <= self.began_s:  # the trial begins after a pause
+        # The trial begins after a pause, or Redis has lost the count.
+        if now_s <= self.began_s or completed < self.completed:
             self.completed = completed
         lasted_s, ended = now_s - self.began_s, completed - self.completed
         is_few = ended * self.share < _TRIAL_REQUESTS
@@ -244,7 +245,9 @@ class LimitController:
         before, known.preemptions = known.preemptions, page.preemptions
         if abs(page.started_s - known.started_s) > _SAME_START_S:  # the engine has restarted
             known.started_s, known.pages, before = page.started_s, [], None
-        preempted = 0.0 if before is None or page.preemptions is None else page.preemptions - before
+        preempted = 0.0
+        if before is not None and page.preemptions is not None:
+            preempted = max(page.preemptions - before, 0.0)  # the counter may begin again
         if page.read_s < known.changed_s + _SETTLED_S:
             return
         # A request is one sequence or several in the engine; others may use the engine, too. If more requests
