@@ -279,7 +279,13 @@ def test_no_limit_grows_until_a_latency_objective_is_missed() -> None:
 def test_a_load_below_a_limit_in_tokens_does_not_say_how_many_requests_would_miss_an_objective() -> None:
     controller = LimitController(least=1, most=10**9, initial=4096)
     pool = Pool({A: Engine(32)}, demand=1, tokens=20, controller=controller)
-    assert pool.run(20, lambda address, limit: "predicted TTFT")[-1] == {A: 4096}
+
+    def misses(address: str, tokens: int) -> str:
+        return "predicted TTFT" if tokens > 60 else ""
+
+    assert pool.run(20, misses)[-1] == {A: 4096}
+    pool.demand = 10
+    assert 40 < pool.run(90, misses)[-1][A] <= 80, "this load misses the objective"
 
 
 def test_every_limit_stays_within_the_configured_bounds() -> None:

@@ -232,8 +232,9 @@ class LimitController:
             limit = max(min(seen.in_flight, most), math.ceil(known.limit * _DEEPEST_CUT))
             known.refused = True
             self._fall(known, limit, f"engine refused requests at {seen.load}", now_s)
-        # How many requests fill a limit in tokens is known only while they do.
-        if (seen.tokens is None or _is_reached(known, seen)) and (why := self._misses(address, known.limit)):
+        # The requests in flight do not say how many fill a limit in tokens that they do not reach.
+        at = known.limit if seen.tokens is None else min(known.limit, seen.in_flight)
+        if why := self._misses(address, at):
             self._fall(known, math.floor(known.limit * _CUT), why, now_s)
         page = seen.page
         if page is None:
