@@ -67,7 +67,7 @@ async def test_an_endpoints_row_gives_the_reason_of_its_limit_in_force_also_in_a
     assert shown == {
         FOUND: (36, WHY, 2.5, False),
         CAPPED: (8, "max_inflight of discovery; the fleet found 36", None, False),
-        FULL: (5, "the endpoint answered that it is full; the fleet found 36", None, False),
+        FULL: (5, "the endpoint was full or ejected; the fleet found 36", None, False),
         PINNED: (24, "pinned", None, True),
         NEW: (8, None, None, False),
         PREFILLER: (None, WHY, 2.5, False),

@@ -168,7 +168,7 @@ def why_limited(
     moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)
     if limit < found.limit and moved_s >= _NEW_S:
         bounds = {endpoint.max_inflight: "max_inflight of discovery", most: "max_per_backend"}
-        why = bounds.get(limit, "the endpoint answered that it is full")
+        why = bounds.get(limit, "the endpoint was full or ejected")
         return f"{why}; the fleet found {found.limit}", None
     return found.reason, moved_s
 
