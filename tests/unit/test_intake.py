@@ -367,6 +367,8 @@ COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "prompts": ({"prompt": WORDS, "max_tokens": 10, "n": 64}, 6400, None),
     "many prompts": ({"prompt": WORDS * 100, "max_tokens": 10, "n": 64}, 640_000, None),
     "long prompts": ({"input": ["p" * 40_000] * 3, "max_tokens": 10}, 3, 30_000 + 30),
+    "few ids": ({"prompt": IDS[:150], "max_tokens": 10}, 1, 150 + 10),
+    "some ids": ({"prompt": IDS[:600], "max_tokens": 10}, 1, 600 + 10),
     "ids": ({"prompt": IDS, "max_tokens": 10}, 1, 1000 + 10),
     "short ids": ({"prompt": [1] * 4000, "max_tokens": 10}, 1, 4000 + 10),
     "prompts of ids": ({"prompt": [IDS, IDS, IDS], "max_tokens": 10}, 3, 3000 + 30),

@@ -110,6 +110,9 @@ def tokens(
             others[name] = members[name]
             ids += text.count(b",") + 1
     size = _text_size(body, size_bytes, _length(others), found.size_bytes)
+    if ids:  # the digits, and blanks between them, are no text
+        texts = {name: value for name, value in members.items() if name not in others}
+        size = min(size, _length(texts) * _SIZE_OF_A_FIELD_BYTE)
     # Use comparisons here: calls of min and max would take a tenth of this function's time.
     other_tokens, bound = ids + found.tokens, count * most
     bound = bound if bound < MOST_COST else MOST_COST
