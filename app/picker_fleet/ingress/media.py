@@ -8,7 +8,7 @@ cost.py calls this module. Engines differ; here each kind of media has one rule,
 
 The header of a PNG, JPEG, WebP, GIF, WAV or MP3 file gives the pixels or seconds. Any other image costs 1500
 tokens; any other file costs a token for each 1000 bytes, and outside forms 1500 more. Bodies are untrusted:
-at most `_MOST_HEADERS` file headers of a body are read, in small pieces.
+at most `_MOST_HEADERS` file headers of a body are read, in small pieces; further files cost the mean.
 """
 
 import binascii
@@ -125,8 +125,12 @@ class _Media:
             return
         self.count += 1
         self.size_bytes += len(text)
-        known = _of_base64(text) if self.count <= _MOST_HEADERS else 0.0
-        if known:  # the header of an audio file may claim any bit rate, so bound the tokens from below
+        if self.count > _MOST_HEADERS:
+            mean = self.tokens / (self.count - 1)
+            self.tokens += max(mean, len(text) / _UNKNOWN_BYTES_A_TOKEN)
+        elif known := _of_base64(
+            text
+        ):  # the header of an audio file may claim any bit rate, so bound the tokens from below
             self.tokens += max(known, _LEAST_TOKENS)
         else:
             self.tokens += _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
