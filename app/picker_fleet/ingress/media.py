@@ -128,9 +128,8 @@ class _Media:
         if self.count > _MOST_HEADERS:
             mean = self.tokens / (self.count - 1)
             self.tokens += max(mean, len(text) / _UNKNOWN_BYTES_A_TOKEN)
-        elif known := _of_base64(
-            text
-        ):  # the header of an audio file may claim any bit rate, so bound the tokens from below
+        elif known := _of_base64(text):
+            # The header of an audio file may claim any bit rate, so bound the tokens from below.
             self.tokens += max(known, _LEAST_TOKENS)
         else:
             self.tokens += _UNKNOWN_TOKENS + (0 if is_image else len(text) / _UNKNOWN_BYTES_A_TOKEN)
