@@ -193,6 +193,18 @@ async def test_the_gate_and_the_metrics_follow_the_state_of_the_pool() -> None:
         assert (await one.membership.state()).watermark == 4 * POOL.ready_backends
 
 
+async def test_the_wait_in_a_queue_is_predicted_once_requests_have_waited_for_three_sweeps() -> None:
+    store = ScriptedStore()
+    store.pool = replace(POOL, retry_after_s=7, queued=40, drain_rate=1e-7)  # a burst after half a minute
+    async with member(
+        store, parse({"request_queue_controller": {"expiry_cleanup_interval": "300ms"}})
+    ) as one:
+        await one.follows(lambda: one.gate.queue.retry_after_s == 7)
+        assert one.gate.queue.expected_wait_s == 0.0
+        store.pool = replace(store.pool, drain_rate=80.0)
+        await one.follows(lambda: one.gate.queue.expected_wait_s == 0.5)
+
+
 async def test_only_endpoints_that_decode_have_a_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     store, decoder = ScriptedStore(), Endpoint("10.0.0.1:8000")
     prefiller = Endpoint("10.0.0.2:8000", prefills=True, decodes=False)

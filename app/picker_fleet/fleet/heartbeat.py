@@ -52,6 +52,7 @@ _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
 _NO_LIST = "no_list"  # in the replica info while discovery has reported no list of endpoints
 _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a report
+_SWEEPS_OF_RATE = 3  # the rate of dispatches is mostly of so many sweeps
 
 
 class HeartbeatTrigger:
@@ -188,6 +189,7 @@ class Membership:
         self._limits, self._on_config, self._usage = limits, on_config, usage
         self._clock = asyncio.get_running_loop().time
         self._tenant_metrics = TenantMetrics(store, metrics, self._clock)
+        self._unqueued_s = self._clock()  # when no request of the fleet waited, as far as known
         self._publisher = Publisher(store, settings)
         self._tenants = TenantNodes(store, settings)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
@@ -550,7 +552,11 @@ class Membership:
         with contextlib.suppress(WritesRefused):  # the limits in force stay valid; heartbeats go on
             await self._limits.look(pool, self._endpoints.current, leads=self.leads())
         self._queue.retry_after_s = pool.retry_after_s
-        self._queue.expected_wait_s = pool.queued / pool.drain_rate if pool.drain_rate else 0.0
+        if not pool.queued:
+            self._unqueued_s = self._clock()
+        # Sooner the rate includes a time without a queue, and with as few dispatches as there were arrivals.
+        is_known = self._clock() - self._unqueued_s >= _SWEEPS_OF_RATE * bounds.expiry_cleanup_interval
+        self._queue.expected_wait_s = pool.queued / pool.drain_rate if is_known and pool.drain_rate else 0.0
 
     async def _read(self) -> SharedState:
         pool = await self._store.state(self._leases.replica_silence)
