@@ -242,7 +242,7 @@ def test_memory_for_compared_answers_is_bounded_whatever_paths_clients_send() ->
     assert len(comparison._compared[PATH, "llama"]["e0"].answers) <= 16
     tracemalloc.start()
     for number in range(100):
-        comparison.compare(completion("e0", Seen(content_type=f"text/{number}" + "x" * 50_000)), token)
+        comparison.compare(completion("e0", Seen(200, f"{number}" + "x" * 50_000, tokens=None)), token)
     kept_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept_bytes < 200_000

@@ -415,22 +415,18 @@ async def test_an_engine_that_floods_its_reader_is_read_slowly(
     listener, body = Listener(), b"\x07UNKNOWN" + bytes(100_000)
 
     def message(number: int) -> bytes:
-        if is_command:
-            return (b"\x06%s%s" % (len(body).to_bytes(8), body)) + message_of(number, b"")
-        return message_of(number, msgspec.msgpack.encode([1.0, [{"type": "unknown", "data": body}], None]))
+        text = msgspec.msgpack.encode([1.0, [] if is_command else [{"type": "?", "data": body}], None])
+        command = b"\x06%s%s" % (len(body).to_bytes(8), body) if is_command else b""
+        return b"%s\x01\x08%s\x02%s%s" % (command, number.to_bytes(8), len(text).to_bytes(8), text)
 
-    def message_of(number: int, payload: bytes) -> bytes:
-        text = payload or msgspec.msgpack.encode([1.0, [], None])
-        return b"\x01\x08%s\x02%s%s" % (number.to_bytes(8), len(text).to_bytes(8), text)
-
-    async def publish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stack.callback(writer.close)
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(PUBLISHER_GREETING + b"".join(map(message, range(6))))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1000):
+                pass
+        writer.close()
 
-    async with (
-        await asyncio.start_server(publish, "127.0.0.1", 0) as engine,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with await asyncio.start_server(publish, "127.0.0.1", 0) as engine:
         reader = KvEventReader(engine.sockets[0].getsockname()[1], listener)
         reader.set_targets([Endpoint("127.0.0.1:8000", {})])
         async with running(reader.run()):

@@ -34,7 +34,7 @@ _TAIL_BYTES = 16_384  # keep this many bytes of the end of a streamed answer
 _WHOLE_BYTES = 65_536  # keep this many bytes of the end of an answer in plain JSON
 _USAGE_BYTES = 4096  # read at most this much of a usage object in an answer that was not kept whole
 _FEW = 8  # maximum usage members to read in an answer, the last one first
-_MOST_ANSWERS = 1024  # maximum answers in a list to read: 64 KiB of `{}` take 50 ms
+_MOST_ANSWERS = 1024  # maximum answers in a list to read: 64 KiB of `{}` take 10 ms
 # Read no usage if a chunk decompresses to more bytes, or all chunks to more than this and their size times
 # `_MOST_INFLATION`: text of answers is compressed to a fifth to a thirtieth, a bomb to a thousandth.
 _MOST_INFLATED_BYTES, _MOST_INFLATION = 2 * 1024 * 1024, 64
