@@ -9,10 +9,10 @@ local quotas = {}
 do -- a chunk may have 200 locals
   local INNER = tenants.INNER
 
-  -- Each limit's table (lib/tenants.lua) has the used amount `owed`: the level of the leaky bucket, the units spent in
-  -- this period, or the requests in flight; a `served` count has the cost served. Each call reads and writes an amount
-  -- once. Amounts are cached between calls while only this library changes the pool: `stored` is the amount last
-  -- written to Redis, `stored_ms` when it was written; the cached amount of a budget is valid until `ends_ms`.
+  -- The field `owed` of a limit (lib/tenants.lua) is its used amount: the level of a leaky bucket, the units spent in a
+  -- budget's period, or the requests in flight; for a `served` count, the cost served. A script call reads and writes
+  -- each amount once. Amounts stay cached between calls while no other library changes the pool: `stored` is the amount
+  -- last written to Redis, `stored_ms` the time of the write; a budget's cached amount is valid until `ends_ms`.
   local calls = 0 -- number of this call
   local decode -- function: (limit, stored text) -> used amount
 
@@ -361,8 +361,8 @@ do -- a chunk may have 200 locals
     return refusal and refusal .. quotas.balances(found)
   end
 
-  -- Charge a request that starts to the limits that have not charged the request. With `sign` -1 the request returns to
-  -- the queue: refund the limits that let requests wait (`over_limit` is `queue`), and the cost served.
+  -- When request r starts, charge r to each tenant limit that did not charge r at its arrival. With `sign` -1 r returns
+  -- to the queue: refund the charges of limits that let requests wait (`over_limit: queue`), and the cost served.
   function quotas.start(r, sign)
     local found = balances_of(r)
     if not found then return end

@@ -2,12 +2,12 @@
 -- Applies new settings, which may change the order of the queue. Uses `endpoints`, `tenants`, `quotas` and `bands`.
 -- Defines `put_settings`.
 
--- Add the limits that the fleet has found to the settings `base`, as `caps` (endpoint -> limit) and `default_cap` (of
--- all other endpoints); the limits of the stage prefill become `prefill_caps` and `default_prefill_cap`. A found limit
--- is at most the limit from discovery (`base.caps`); a pinned limit replaces it in each stage of its endpoint. Limits
--- in tokens become `token_caps` and `default_token_cap`; `caps` then has only discovery's limits, in requests.
--- A limit that still doubles says little about its endpoint. So that equal endpoints get equal loads meanwhile, the
--- choice compares their loads with the highest of these limits: `compared_caps` and `compared_prefill_caps`.
+-- Add the endpoint limits that the fleet has found to the settings `base`: `caps` maps an endpoint to its limit;
+-- `default_cap` is the limit of every endpoint that `caps` lacks. `prefill_caps` and `default_prefill_cap` are the same
+-- for the stage prefill. A found limit is at most the limit from discovery (`base.caps`); a pinned limit replaces the
+-- found limit. Limits in tokens are `token_caps` and `default_token_cap`; `caps` then has only discovery's limits.
+-- While a limit still doubles, it says little about its endpoint. So the choice of an endpoint compares the loads of
+-- such endpoints with the highest of these limits (`compared_caps`, `compared_prefill_caps`): equal ones share equally.
 local function add_limits(base)
   local function bounded(limit) return math.max(base.limit_min, math.min(limit, base.limit_max or limit)) end
   local decoded, found = pcall(cjson.decode, read('HGET', key.pool, 'limits') or '{}')
