@@ -1,8 +1,8 @@
 -- include: dispatch
--- Remove from the calling replica's inbox the notifications of requests that their grant has placed (lib/dispatch.lua),
--- since the replica has read the requests' endpoints.
+-- A replica acknowledges that it has read the endpoints of requests which their grant has placed (lib/dispatch.lua):
+-- remove the notifications of these requests from the replica's inbox.
 --
--- Guarantees: a notification of another attempt stays. Repeating a call changes nothing.
+-- Guarantees: the notification of another attempt of a request stays. Repeating a call changes nothing.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt

@@ -1,5 +1,6 @@
 -- include: dispatch
--- Admit a batch of arriving requests: place each at once (bypass), queue or refuse it; adopt requests already known.
+-- Admit a batch of arriving requests: place each request at once (bypass), queue it or refuse it. If the pool knows a
+-- request's id already, the calling replica adopts the request.
 --
 -- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
 -- endpoint, and the calling replica becomes its owner, so repeating a call changes nothing (G6, G7). An arrival takes
@@ -191,7 +192,7 @@ local function arrival_us(age_ms)
   return pool.next_arrival_us()
 end
 
-local asked, ids, workload_ids = {}, {}, {} -- reused by each call
+local asked, ids, workload_ids = {}, {}, {} -- kept from call to call, since creating a table is slow
 local function admit(args)
   local count = #args - 1
   if not pool.known then

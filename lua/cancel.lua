@@ -1,5 +1,5 @@
 -- include: dispatch
--- Cancel requests on behalf of the stream that brought them.
+-- Cancel requests, at the demand of the replica whose stream brought them.
 --
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a former owner never ends an adopted
 -- request (G7). A request that was placed before another stream took it over cannot be cancelled. Repeating a call

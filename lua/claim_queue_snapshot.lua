@@ -1,5 +1,6 @@
 -- include: storage
--- One replica stores a snapshot of all flow queues for the fleet. Return the snapshot, or let the caller make one.
+-- One replica stores a snapshot of all flow queues for the fleet. Return the stored snapshot, or claim for the calling
+-- replica the task to make a snapshot.
 --
 -- Guarantees: while the claim of one replica is valid, no other replica gets a claim.
 --

@@ -28,7 +28,7 @@ local function parse_usage(text)
   return figures
 end
 
--- Add the rows in `args` to the hash `name`. Return the number of new rows.
+-- Add the usage rows in `args` to the hash `name`, the usage of one hour. Return the number of new rows.
 local function add_usage(name, args, length)
   local fields, sums, added = {}, {}, 0
   for at = FIRST, #args, ROW do fields[#fields + 1] = joined(args[at], args[at + 1]) end
@@ -50,7 +50,8 @@ local function add_usage(name, args, length)
   return added
 end
 
--- Store that the hour has `rows` rows, and remove the oldest hours beyond MOST_IN_ALL rows and KEPT_HOURS.
+-- Store that the usage of the hour has `rows` rows. Remove the oldest hours while all hours together have more than
+-- MOST_IN_ALL rows, and hours older than KEPT_HOURS.
 local function note_usage_hour(hour, rows)
   local found, hours, total = read('HGETALL', key.usage_hours), {}, rows
   for i = 1, #found, 2 do

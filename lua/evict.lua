@@ -1,7 +1,7 @@
 -- include: dispatch
 -- End a waiting request at an operator's demand. The replica that owns the request then answers the client.
 --
--- Guarantees: a granted or placed request is not ended.
+-- Guarantees: the script ends no granted or placed request.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica   args[2] request id

@@ -21,7 +21,7 @@
 --   key}; numbers that may have fractions are strings. Like every function, it fails with 'FORMAT N' (N: 'none' without
 --   a number) on a pool of another format, and changes nothing.
 
--- One reply carries at most this many notifications; the replies to the next heartbeats carry the rest.
+-- The most notifications in the reply to one heartbeat; the replies to the replica's next heartbeats carry the rest.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
   local count = read('HLEN', inbox)

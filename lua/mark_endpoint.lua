@@ -1,7 +1,7 @@
 -- include: outliers
 -- Set or remove marks of endpoints, then dispatch queued requests.
 --
--- Guarantees: no replica places new requests on an endpoint that is marked drained or down; its requests continue.
+-- Guarantees: an endpoint marked drained or down gets no new requests; its running requests continue.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each endpoint: address, mark, on (1 or 0). Marks: drained; down; ejected: a

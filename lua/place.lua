@@ -5,8 +5,8 @@
 --
 -- Guarantees: one step reads an endpoint's load and reserves the endpoint, so two replicas never both take the same
 -- idle endpoint (G1), in either stage.
--- Repeating a call returns the same endpoint (G6). The lease restarts: the caller may have been suspended since the
--- grant, and the sweep must not reclaim a request that starts now.
+-- Repeating a call returns the same endpoint (G6). Each placement begins a full lease: the caller may have been
+-- suspended since the grant, and the sweep must not reclaim a request that starts now.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5'), prefill

@@ -1,5 +1,6 @@
 -- include: dispatch
--- The first tokens of split requests have come: end the requests' prefill reservations. Then dispatch queued requests.
+-- A replica reports that the first tokens of split requests have come: release these requests' slots on their prefill
+-- endpoints, then dispatch queued requests.
 --
 -- Guarantees: a reservation is released once. An unknown request, a request without a reservation, and a repeated call
 -- change nothing (G6).

@@ -1,6 +1,6 @@
 -- include: dispatch
--- Change the published endpoints from one version of the list to the next, then dispatch queued requests. The cost
--- grows with the number of changed endpoints; the cost of publish grows with the number of all endpoints.
+-- Change the published endpoints from one version of the list to the next, then dispatch queued requests. A call costs
+-- time in proportion to the changed endpoints, while a call of the script publish costs time for all endpoints.
 --
 -- Guarantees: the result is the same as with the script publish and the whole new list. If the published version is not
 -- args[2], nothing changes.

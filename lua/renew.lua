@@ -1,6 +1,6 @@
 -- include: dispatch
--- Renew the leases of running requests. A request whose record is lost (FLUSHALL, or its lease ended while no replica
--- could report) is restored to the stock from its accounting token.
+-- Renew the leases of running requests. If a request's record was lost (by FLUSHALL, or because its lease ended while
+-- no replica could report), restore the request to the stock from its accounting token.
 --
 -- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request is
 -- not restored while its tombstone lasts; a later request with the same id is restored if the caller admitted it. A
@@ -19,10 +19,10 @@
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 
-local MOST = 1e12 -- largest weight or cost: sums of such numbers stay exact
+local MOST = 1e12 -- largest weight or cost in a token: sums of numbers up to this size stay exact
 local HIGHEST_LIMIT = 65535
 
--- The number of the band in a token's fields; nil if its band or priority is invalid.
+-- Return the number of the band that a token's fields name; nil if the token's band or priority is invalid.
 local function band_of(fields)
   local band, priority = tonumber(fields.band), fields.priority
   if priority then
@@ -32,7 +32,7 @@ local function band_of(fields)
   return band and band % 1 == 0 and band >= 0 and band <= LAST_NAMED and band or nil
 end
 
--- Parse a number from 0 to `most`; nil if the text is invalid, since an access log may contain anything.
+-- Parse a number from 0 to `most`. Return nil for any other text, since an access log may contain anything.
 local function number_up_to(text, most)
   local number = tonumber(text)
   return number and number >= 0 and number <= most and number or nil
@@ -40,8 +40,8 @@ end
 
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
--- Whether the pool may lack the record of a running request. `alone_ms`: when the request was admitted without Redis,
--- or nil.
+-- Return whether the pool may lack the record of a running request. `alone_ms` is the time when the request was
+-- admitted without Redis, else nil.
 local function may_lack(id, alone_ms)
   return pool.may_lack_records() or tombstones.was_given_up(id)
     or (alone_ms and now_ms - alone_ms < settings.lease_ms + LONGER_MS)

@@ -3,7 +3,7 @@
 -- a token proves nothing, but is the only report of a client that leaves before Envoy has read the picker's answer. The
 -- sweep then compares the endpoint's next metrics page with the pool's count of its requests (sweep.lua).
 --
--- Guarantees: changes only the list of suspects that the sweep reads.
+-- Guarantees: the script changes only the list of suspects that the sweep reads.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then the ids of requests

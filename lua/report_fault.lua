@@ -34,7 +34,7 @@ local function report_fault(args)
     local r = record.read(id)
     if r and r.state ~= STATE_PLACED then r = nil end
     local is_here = r and endpoints.first(r.endpoints) == address
-    -- The failure was reported before, or the request has ended, or the report is forged.
+    -- Here the failure was reported before, or the request has ended, or the report is forged: it counts nothing.
     if not is_here and (flow == '' or why == 'retried') then return 'unknown' end
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if (why == 'full' or why == '503') and is_here and (following or flow ~= '') then count_refusal(address) end

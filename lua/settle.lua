@@ -17,12 +17,12 @@
 -- queued) | 'unknown'
 
 local function correct_charge(r, actual)
-  -- A bypassed request has no tag (-1) and was charged nothing. Other requests may have other negative tags, since a
-  -- refund under one policy may exceed the charge under another policy.
+  -- The tag -1 marks a bypassed request, whose flow was charged nothing. A queued request may have another negative
+  -- tag, since a refund under one policy may exceed the charge under another policy.
   if r.tag == -1 or not actual then return end
   if actual < 0 then actual = math.max(r.cost, -actual) end
   actual = bands.clamp_cost(actual)
-  if actual == r.cost or r.cost == 0 then return end -- a free request stays free
+  if actual == r.cost or r.cost == 0 then return end -- usage does not change the cost 0
   queue.charge_band(r, actual - r.cost)
   if settings.fairness ~= FAIRNESS_WEIGHTED_FAIR then return end
   local share = queue.share(r)
@@ -40,7 +40,7 @@ local function ghost_in_place_of(r)
   end)
 end
 
-local hosts, workload_ids, ending = {}, {}, {} -- reused by each call
+local hosts, workload_ids, ending = {}, {}, {} -- kept from call to call, since creating a table is slow
 local function settle(args)
   local ids, count = column(args, ITEM.settle, 1)
   record.prefetch(ids, count)

@@ -1,7 +1,7 @@
 -- include: flows usage
 -- Return the counters, bounds, replicas and loads of the pool.
 --
--- Guarantees: reads only.
+-- Guarantees: the script only reads.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] silence_ms: a replica without a heartbeat for this long counts as gone

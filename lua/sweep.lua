@@ -15,14 +15,14 @@
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), requests reclaimed
 --   by metrics pages, endpoints whose pages may show that further requests have ended without a report}
 
--- Limits of the work of one sweep call.
+-- These constants limit the work of one sweep call.
 local CHUNK = 32 -- most requests that a call ends, orphans or reads
 local REFILED = 16 -- most requests that a call moves to a new order; each costs a removal and an insertion
 local LIGHT = 500 -- most old entries of each kind that a call drops
 local WALKS = 150 -- most calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for this long is removed
--- Longest time from the placement of a request until its endpoint's metrics page counts the request. If Envoy reports
--- the client gone, the time is shorter, since Envoy no longer sends that request.
+-- The longest times, in ms, from a request's placement until its endpoint's metrics page counts the request. For a
+-- request whose client is reported gone the time is shorter, since Envoy no longer sends that request.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
 local MOST_RECENT = 1000 -- if more requests are recent, do not count them; ended requests wait for their lease's end
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
@@ -68,8 +68,8 @@ local function end_lapsed_prefills(limit)
   end
 end
 
--- Parse an endpoint's entry in `metrics`. Return the higher request count of its last two metrics pages, and the times
--- (ms) of the older and the newer page; nil if the entry lacks them.
+-- Parse an endpoint's entry in the hash `metrics`. Return the higher request count of the endpoint's last two metrics
+-- pages, the time of the older page and the time of the newer page (ms); nil if the entry lacks one of these values.
 local function reported_load(text)
   local known, page = pcall(cjson.decode, text)
   if not known or type(page) ~= 'table' then return nil end
@@ -81,7 +81,8 @@ local function reported_load(text)
   return math.max(queued + running, tonumber(page.before_load) or math.huge), before, at
 end
 
--- Endpoint -> number of its requests that were placed or renewed after `since_ms`; nil if there are too many to count.
+-- Return endpoint -> number of the endpoint's requests that were placed or renewed after `since_ms`; nil if these are
+-- more than MOST_RECENT.
 local function count_recent(since_ms)
   local recent, first = {}, since_ms + settings.lease_ms
   if read('ZCOUNT', key.inflight, '(' .. first, '+inf') > MOST_RECENT then return nil end
@@ -232,8 +233,8 @@ local function refresh_waiting(cursor, limit)
   return scan[1]
 end
 
--- End the epoch, because the key named `lost` was lost: the epoch is 0 until the next publish has rebuilt the pool.
--- While the epoch is 0, as before the first publish, no request is admitted.
+-- Set the epoch to 0, because the Redis key named `lost` was lost. While the epoch is 0, as before the first publish,
+-- no request is admitted; the next publish rebuilds the pool and begins a new epoch.
 local function await_rebuild(lost)
   defer_write('HSET', key.pool, 'lost', lost)
   pool.epoch = 0
@@ -251,7 +252,8 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = rate
 end
 
--- Lower times beyond now + `life_ms` to now + `life_ms`: the former primary's clock may have been ahead.
+-- In the sorted set, lower each time beyond now + `life_ms` to now + `life_ms`: after a Redis failover such times may
+-- come from the former primary, whose clock was ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms

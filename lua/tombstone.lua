@@ -1,6 +1,6 @@
 -- include: dispatch
--- Store tombstones: the ends of requests. Without a tombstone, a replica that was without Redis and has missed an end
--- would restore the request (renew), which would hold stock without running.
+-- Store tombstones, the records of requests' ends. A replica that was without Redis may have missed the end of a
+-- request: without a tombstone its renewal would restore the request, which would take stock without running.
 --
 -- Guarantees: a request last seen alive before its reported end is not restored. An existing record with the id does
 -- not change, and the id can be admitted again.

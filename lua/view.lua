@@ -18,7 +18,7 @@
 
 local view = {}
 function view.rows_wanted(text) return math.max(1, math.min(tonumber(text) or VIEW_LIMIT, VIEW_LIMIT)) end
-local function comes_before(a, b) -- in the order of a sorted set's members: by their bytes
+local function comes_before(a, b) -- compares names by their bytes, as Redis orders members of equal score
   for i = 1, math.min(#a, #b) do
     local x, y = string.byte(a, i), string.byte(b, i)
     if x ~= y then return x < y end
@@ -26,7 +26,7 @@ local function comes_before(a, b) -- in the order of a sorted set's members: by 
   return #a < #b
 end
 
--- The rank of the first member after the position (score, member), even if `member` has left the set.
+-- Return the rank of a sorted set's first member after the position (score, member), even if `member` has left the set.
 function view.rank_behind(sorted, score, member)
   if score == '' then return 0 end
   local rank = read('ZRANK', sorted, member)
@@ -103,7 +103,8 @@ function view.leaves(band, throttled)
   return sorted, scales
 end
 
--- With tenants: the number of a band's flow queues, and `wanted` of them after the position (start tag, name).
+-- With tenants, return the number of a band's flow queues, and `wanted` flow queues after the position (start tag,
+-- name).
 function view.page_of_leaves(band, throttled, score, member, wanted)
   local sorted, scales = view.leaves(band, throttled)
   local page, after = {}, tonumber(score)
@@ -114,7 +115,7 @@ function view.page_of_leaves(band, throttled, score, member, wanted)
   return #sorted, page, scales
 end
 
--- Append the row of one flow queue in a band, if requests wait there.
+-- Append to the reply the row of one flow queue in a band, if requests wait in that flow queue.
 function view.add_flow_queue(reply, band, flow_queue)
   for throttled = 0, 1 do
     local tag, scales = nil, nil
@@ -155,8 +156,8 @@ function view.workload(id, text)
   return string.format(WORKLOAD_ROW, id, w[1], w[2], w[3], w[4], w[5], workloads.rate(id))
 end
 
--- A page of flow queues: first ordered flow queues band by band, by start tag; then throttled flow queues in the same
--- way.
+-- Return a page of flow queues: first the ordered flow queues of each band by start tag, then the throttled flow queues
+-- of each band by start tag.
 --
 -- args[1] 1 to begin with throttled flow queues, else 0   args[2] the priority of the band to begin with
 -- args[3] start tag and args[4] name of the flow queue after which to begin; '' and '': at the band's first
@@ -193,7 +194,7 @@ local function view_flows(args)
   return reply
 end
 
--- The settings and balances of tenants' nodes.
+-- Return the settings and balances of tenants' nodes.
 --
 -- args    the nodes' paths, at most VIEW_LIMIT
 -- Returns {now_us, {path, source of the settings (1 an operator, 0 the configuration, '' none), path of the settings,
@@ -218,7 +219,7 @@ local function view_tenants(args)
   return reply
 end
 
--- The rows of one flow queue, in each band where it has waiting requests.
+-- Return the rows of one flow queue, a row for each band in which requests of the flow queue wait.
 --
 -- args[1] the flow queue
 -- Returns {now_us, flow queue row...}
@@ -228,7 +229,7 @@ local function view_flow(args)
   return reply
 end
 
--- Waiting requests by their ranks in their flow queues.
+-- Return the waiting requests at given ranks of their flow queues.
 --
 -- args    for each range of ranks VIEW_STRETCH arguments: priority of the band, flow queue, first rank, last rank
 -- Returns {now_us, {request rows of each range}...}
@@ -260,7 +261,7 @@ local function view_queue(args)
   return reply
 end
 
--- A page of requests in flight, ordered by the end of their leases, earliest first.
+-- Return a page of the requests in flight, ordered by the end of their leases, the earliest first.
 --
 -- args[1] end of the lease (ms) and args[2] id of the request after which to begin; '' and '': at the first
 -- args[3] rows wanted
@@ -280,7 +281,7 @@ local function view_inflight(args)
   return reply
 end
 
--- The record of one request, and its position in the queue.
+-- Return the record of one request, and its position in the queue.
 --
 -- args[1] request id
 -- Returns {now_us} if the request is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue,
@@ -300,7 +301,7 @@ local function view_request(args)
     read('ZSCORE', key.inflight, id) or ''}
 end
 
--- A page of the registry's workloads, unordered.
+-- Return a page of the registry's workloads, in no particular order.
 --
 -- args[1] cursor ('0' to begin)   args[2] rows wanted; a page may have a few more
 -- Returns {now_us, number of workloads, next cursor ('0': this is the last page), workload row...}
@@ -311,7 +312,7 @@ local function view_workloads(args)
   return reply
 end
 
--- The row of one workload of the registry.
+-- Return the row of one workload of the registry.
 --
 -- args[1] workload id
 -- Returns {now_us, workload row}; {now_us} if the registry lacks it
@@ -320,7 +321,7 @@ local function view_workload(args)
   return {exact(now_us), text and view.workload(args[1], text) or nil}
 end
 
--- The known replicas, live or not, and their replica info; latest heartbeat first.
+-- Return the known replicas, live or silent, with their replica info; the replica with the latest heartbeat is first.
 --
 -- args[1] number of replicas wanted
 -- Returns {now_us, replica, last heartbeat (ms), replica info (JSON)...}

@@ -13,7 +13,7 @@
 -- Uses keys from lib/storage.lua, names from the schema. Defines `bands`, the tables by band number below, and the
 -- table `pool`, which lib/pool.lua fills.
 
-local pool = {} -- counters (lib/pool.lua)
+local pool = {} -- the counters of the pool, which lib/pool.lua reads and writes
 -- Tables by band number: names of the band's counters (formatting a name costs as much as a Redis command), then the
 -- band's attributes. A band number without an entry in PRIORITY is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
@@ -23,7 +23,7 @@ local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
 -- keeps_bytes: whether the field `waiting_bytes` must be written; limit_bytes: whether any band limits bytes
 local bands = {keeps_bytes = false, limit_bytes = false}
-do -- a Lua chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local LAST = 63
   -- fields of a dynamic band: number, priority, requests (waiting or running), queued, v, new, tag
   local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
@@ -74,7 +74,7 @@ do -- a Lua chunk may have 200 locals
     return PRIORITY[a] > PRIORITY[b] or (PRIORITY[a] == PRIORITY[b] and a < b)
   end
 
-  -- Sort the bands in use, and update the attributes of each band.
+  -- Sort the bands in use by priority, and update the attributes of each band.
   local function arrange()
     band_of = {}
     for i = #BANDS, 1, -1 do BANDS[i] = nil end
@@ -93,7 +93,7 @@ do -- a Lua chunk may have 200 locals
     for rank, band in ipairs(BANDS) do RANK[band] = rank end
   end
 
-  -- Use the bands of new settings.
+  -- Put the bands of new settings in force.
   function bands.configure(settings)
     configured, weights = settings.bands or DEFAULTS, settings.band_weights or {}
     bands.limit_bytes = false

@@ -6,10 +6,10 @@
 
 -- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint
 -- (G1). If `split` names candidates ('': none), also choose and reserve a prefill endpoint. If no other endpoint is
--- ready for the prefill, do not split the request. Return 'placed a,b,c LOADS', with prefill endpoints 'placed
--- a,b,c>x,y LOADS'; or nil, whether only a limit prevents the placement, and the endpoints at their own limit (for
--- prefill endpoints, the names by `throttle.prefill_of`). The caller accounts for the stock and for the flow's total
--- in flight.
+-- ready for the prefill, do not split the request. Return 'placed a,b,c LOADS', for a split request 'placed a,b,c>x,y
+-- LOADS'; or nil, whether only a limit prevents the placement, and the endpoints that are at their own limit (prefill
+-- endpoints under their names by `throttle.prefill_of`). The caller of place_request counts the request in the stock
+-- and in the flow's requests in flight.
 local function place_request(r, candidates, split, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
@@ -80,7 +80,7 @@ end
 -- Run at most `limit` due timers, the earliest first: a queued request becomes overdue, then expires; an orphaned
 -- request is abandoned. Return the number of timers that ran, and the number of requests that ended.
 local TIMERS_LIMIT = 24
-local timers_ran -- whether run_timers has run in this call
+local timers_ran -- whether the function run_timers has run in this script call
 local function run_timers(limit)
   timers_ran = true
   if not timers.due() then return 0, 0 end
@@ -148,7 +148,8 @@ local function grant(r, tag, take, turn_of, picks, blocker)
   end
 end
 
--- Whether a tenant's limit does not suffice for request r. Throttle the limit's node, or end r if r must not wait.
+-- Return whether a tenant's limit does not suffice for request r. If so, throttle the limit's node, or end r if r must
+-- not wait.
 local function is_short_of_balance(r)
   local member, wait_ms, is_over_burst = quotas.lacking(r)
   if is_over_burst then
@@ -170,7 +171,7 @@ local function dispatch()
   local counters, guarded = pool, settings.guard_share > 0
   local lower, upper = counters.lower, counters.upper
   if settings.queue_enabled == 0 then lower = math.huge end
-  local most = DISPATCH_LIMIT -- most grants
+  local most = DISPATCH_LIMIT -- the most requests that this call grants
   if settings.tenants then most = counters.queued > tenants.MOST_KNOWN and 8 or 16 end -- few nodes may be cached
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), most)
   if room > 0 then
@@ -213,7 +214,7 @@ local function dispatch()
   return served, attempts
 end
 
--- Write the call's changes to Redis. A commit reads nothing, and each of its steps may be repeated.
+-- Commit: write all changes of this script call to Redis. A commit reads nothing, and may repeat each of its writes.
 local function commit()
   record.commit()
   workloads.commit()
@@ -230,7 +231,7 @@ local function commit()
 end
 
 local committing = false
--- Repeat a commit in which a write failed. Skip a command that fails twice; raise its error at the end.
+-- Repeat a commit in which a write failed. Skip a Redis command that fails twice, and raise its error at the end.
 local function commit_again()
   local server, failed = redis, nil
   redis = {call = function(...)
@@ -286,7 +287,7 @@ local function column(args, size, n)
   return found, count
 end
 
--- Reset the tables that serve one call, and the caches between calls if the caches are no longer valid.
+-- Reset the tables that hold data of one script call. Also reset the caches between calls if they are out of date.
 local function reset_caches()
   if queue.has_lengths then queue.reset() end
   if usage.has_learned then usage.reset() end
@@ -308,8 +309,8 @@ local function reset_caches()
 end
 
 local run
-do -- a chunk may have 200 locals
-  local in_progress = false -- still true if the last call failed
+do -- a block of its own: Lua allows 200 local variables in a chunk
+  local in_progress = false -- true during a script call, and still true afterwards if the call failed
   local function begin(pool_key)
     local failed = in_progress
     in_progress, committing, strays = true, false, 0

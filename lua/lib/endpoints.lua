@@ -21,12 +21,12 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   local stage = {ANY = '*', counts_flows = false, in_use = false}
   -- endpoint -> load, as far as known. The loads are cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
-  local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
+  local MOST_LOADS = 1000 -- most loads in the cache, since requests may name any number of unknown endpoints
   local changed_loads = {}
-  local all_counted -- the result of `counted` in this call
+  local all_counted -- the list that the function `counted` has returned in this script call
   local takes_suffice -- whether the stock is at least the number of requests in flight; nil: not compared in this call
   local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
-  local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
+  local READ_AT_ONCE = 2000 -- most values for one unpack(), which puts them on a stack of limited depth
   local SMALL = 8 -- fewest endpoints to read; a window with fewer endpoints has them all, and so never runs out
   -- Replaces SMALL if endpoints have limits: the window is ordered by load, but the choice compares load / limit.
   local SMALL_WITH_CAPS = 16
@@ -53,11 +53,11 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
       decode = string.find(stages, 'decode', 1, true) ~= nil, prefill = string.find(stages, 'prefill', 1, true) ~= nil}
   end)
 
-  -- The first endpoint of a list 'a,b,c'.
+  -- Return the first endpoint of a list 'a,b,c'.
   stage.first = memoized(function(list) return string.match(list, '^[^,]*') end)
 
   -- Read the loads of the first `named` addresses with one command.
-  local asked_addresses = {} -- reused by each call
+  local asked_addresses = {} -- kept from call to call, since creating a table is slow
   function stage.prefetch(addresses, named)
     local asked, count = asked_addresses, 0
     for i = 1, named do
@@ -146,7 +146,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   end
 
   function stage.is_draining(description) return stage.described(description).draining end
-  -- Whether an endpoint's JSON description says that it is of this stage.
+  -- Return whether an endpoint's JSON description lists this stage.
   function stage.includes(description) return stage.described(description)[name] end
 
   -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill,
@@ -253,7 +253,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return takes_suffice and pool.upper > 0
   end
 
-  -- The mean tokens that one more request will take.
+  -- Return how many tokens of an endpoint's limit one more request will take on average.
   local function mean_taken(running) return math.max(pool.stock / math.max(running, 1), 1) end
 
   -- How many more requests an endpoint accepts; with `amount`, its tokens in flight, how many more tokens. Infinite
@@ -360,7 +360,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Endpoints of equal cost keep the order in which they are visited, which `turn` rotates. If the fleet finds limits,
   -- loads are compared relative to the limits (lib/settings.lua: to `compared_caps`), and endpoints at their limit come
   -- last: as a fallback such an endpoint is better than an error.
-  local AT_LIMIT = 1e6 -- above the difference of any two costs
+  local AT_LIMIT = 1e6 -- added to the cost of an endpoint at its limit; exceeds the difference of any two costs
   local compared_caps_name, NO_CAPS = 'compared_' .. caps_name, {}
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function rank(among, want, turn, cost_of)

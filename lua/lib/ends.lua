@@ -49,7 +49,8 @@ do
     defer_write('ZREM', key.prefills, joined(endpoint, id))
   end
 
-  -- End the prefill of a placed request, which stays in flight. `note`: why; '': its first token has come.
+  -- End the prefill of a placed request, which stays in flight. `note`: why the prefill ends; '': the first token of
+  -- the answer has come.
   function stages.end_prefill(r, note)
     local endpoint = prefill.first(r.prefillers)
     stages.release_prefill(endpoint, r.id)
@@ -59,7 +60,7 @@ do
     queue.use_room(throttle.prefill_of(endpoint))
   end
 
-  -- The reply for a request that is already placed.
+  -- Return the reply that names the endpoints of a request that is already placed.
   function stages.placed(r)
     return 'placed ' .. r.endpoints .. (r.prefillers ~= '' and stages.SPLIT .. r.prefillers or '')
   end
@@ -109,7 +110,7 @@ local function restore_placed(r, lease_end_ms)
   log_event('restored', r, nil, nil, marks.largest_bound())
 end
 
--- Events after which a tenant's charge is refunded: the request was not served.
+-- The events that end a request unserved, so that its charge to tenants' limits is refunded.
 local REFUNDED = {refused = true, cancelled = true, expired = true, preempted = true, evicted = true, abandoned = true,
   withdrawn = true, upstream_failed = true}
 -- End a request in any state: remove its record, and remove it from the queue or release its stock, endpoint and lease.

@@ -75,12 +75,12 @@ do
   local function order_of(band, parent) return parent == '' and key.flows[band] or key.children[band][parent] end
   local function finish_of(band, parent) return parent == '' and key.finish[band] or key.finished[band][parent] end
 
-  -- The virtual time of a parent's children.
+  -- Return the virtual time that orders the children of an inner node or a band (`parent`).
   local function virtual_time(band, parent)
     return parent == '' and pool[V[band]] or tenants.state(band, parent).v
   end
 
-  -- Move the virtual time forward to `tag`.
+  -- Move the virtual time of a parent's children forward to `tag`.
   local function advance(band, parent, tag)
     if parent == '' then
       if tag > pool[V[band]] then pool[V[band]] = tag end
@@ -242,7 +242,7 @@ do
     if (band > 0 or PREEMPTIBLE[0]) and not tenants.is_inner(member) then preemption.remove_candidate(band, member) end
   end
 
-  -- Ancestors of `member` whose children are no longer in order leave their orders, too.
+  -- If an inner node above `member` has no more children in order, remove the inner node from its own order, too.
   local function leave_ancestors(band, member)
     local parent = parent_of(member)
     while parent ~= '' and not read_ahead.first_scored(key.children[band][parent]) do
@@ -587,7 +587,7 @@ do
       if child then
         members, member, tag = children, child, tag_of_child
       else
-        strays = strays + 1 -- the inner node is empty
+        strays = strays + 1 -- an empty inner node is a stray
         read_ahead.set_score(members, member)
         members, turn_depth = key.flows[band], 0
         member, tag = read_ahead.first_scored(members)
@@ -595,7 +595,7 @@ do
     end
   end
 
-  -- The id of the request that a flow queue serves next.
+  -- Return the id of the request that a flow queue serves next.
   function queue.head(band, flow_queue)
     return settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
       or read_ahead.first_member(key.queue[band][flow_queue])
@@ -613,7 +613,7 @@ do
           if not flow_queue then break end
           local id = queue.head(band, flow_queue)
           if id then return id, tag, band, flow_queue end
-          strays = strays + 1 -- the flow queue is empty
+          strays = strays + 1 -- an empty flow queue is a stray
           read_ahead.set_score(order_of(band, parent_of(flow_queue)), flow_queue)
           flow_queue, tag = first_flow_queue(band)
         end

@@ -6,7 +6,7 @@
 -- member was removed.
 -- Uses reads and writes from lib/storage.lua. Defines `read_ahead`.
 
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local expected = 1 -- number of requests that this call may serve
 
   -- Forget a front and defer its changes as writes, so that later writes come after them. `is_last`: the script call
@@ -33,7 +33,7 @@ do -- a chunk may have 200 locals
 
   function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would make read_scored read the whole set
 
-  -- Read the first `more` + 1 members of the set, without scores; the extra member shows whether the set has more.
+  -- Read the first `more` + 1 members of a sorted set, without scores. The extra member shows whether the set has more.
   local function read_members(name, more)
     local front = read('ZRANGE', name, 0, more)
     front.at, front.whole = 1, #front <= more
@@ -49,20 +49,20 @@ do -- a chunk may have 200 locals
     return read_members(name, 1)[1]
   end
 
-  -- The second member of the set, or nil.
+  -- Return the second member of a sorted set, or nil.
   function read_ahead.second_member(name)
     local front = fronts[name]
     if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
     return front[front.at + 1]
   end
 
-  -- Append the set's first `count` members to `found`.
+  -- Append the first `count` members of a sorted set to `found`.
   function read_ahead.first_members(name, count, found)
     local front, known = read_members(name, count), #found
     for i = 1, math.min(count, #front) do found[known + i] = front[i] end
   end
 
-  -- Remove a member. Return whether the set is now empty; nil if unknown.
+  -- Remove a member of a sorted set. Return whether the set is now empty; nil if the front does not show this.
   function read_ahead.remove(name, member)
     local front = fronts[name]
     if front and front[front.at] == member then
@@ -101,7 +101,7 @@ do -- a chunk may have 200 locals
     return read_scored(name, most or expected)
   end
 
-  -- The first member of the set and its score, or nil.
+  -- Return the first member of a sorted set and its score, or nil.
   function read_ahead.first_scored(name)
     local front = fronts[name]
     if not (front and front[front.at]) then front = read_ahead.scored_front(name) end
@@ -124,7 +124,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Set the score of a new or present member; nil removes the member.
+  -- Set the score of a sorted set's new or present member; the score nil removes the member.
   function read_ahead.set_score(name, member, score)
     local front = fronts[name]
     if not front then

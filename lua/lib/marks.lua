@@ -76,7 +76,7 @@ do
     end
   end
 
-  -- The addresses of marked endpoints, as a set.
+  -- Return the addresses of marked endpoints, as a set.
   function marks.all()
     local found = {}
     for _, mark in ipairs(read('HKEYS', key.marks)) do
@@ -175,7 +175,8 @@ do
     pool.lower = math.max(pool.lower, 1e-9) -- with a bound of 0, an idle pool still starts one request
   end
 
-  -- The upper bound if all published endpoints were ready. This bound limits the stock that a restored request takes.
+  -- The upper bound that the stock would have if all published endpoints were ready. A restored request takes stock up
+  -- to this bound.
   function marks.largest_bound()
     return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints) - pool.prefill_only, 1))
   end

@@ -15,7 +15,7 @@
 -- is not first by key would not win by score either.
 local order = {}
 do
-  -- The name of the flow queue that holds request r under the fairness in force.
+  -- Return the name of the flow queue that holds request r under the fairness policy in force.
   function order.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
 
   local function constant_score(r)
@@ -37,7 +37,7 @@ do
     end
   end
 
-  -- Put the head of a line into the set `growing` or `static` by its current score.
+  -- Put the head of a line (a workload's oldest request) into the set `growing` or `static`, by its current score.
   local function index(r, flow_queue)
     local g, waited = constant_score(r), nil
     if by_average(r) then

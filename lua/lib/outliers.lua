@@ -14,10 +14,10 @@
 
 local outliers = {}
 do
-  local MOST_FAILURES = 8 -- most failures that an entry keeps
+  local MOST_FAILURES = 8 -- most failures that an endpoint's entry in `outliers` keeps
   -- With one flow in flight, so many failures in a row eject an endpoint, once another endpoint has answered the flow.
   local MOST_ALONE = 5
-  local LOOKED_AT = 32 -- most requests in flight that has_pool_alone reads
+  local LOOKED_AT = 32 -- most requests in flight that the function has_pool_alone reads
   -- A trial passes if its request is answered or has not failed for this long (second value: after `stuck`).
   local TRIAL_MS, STUCK_TRIAL_MS = 15000, 3600000
   local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long `full` lasts: default, least, most

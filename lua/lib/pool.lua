@@ -14,12 +14,12 @@
 
 local now_us, now_ms
 local steady_clock, advance_clock, clock_change
-local clock_shift_ms = 0 -- time of the pool minus TIME
+local clock_shift_ms = 0 -- the pool's time minus Redis's TIME
 do
   local STEP_US = 1000000
   local SAVED_EVERY_US = 250000
   local offset_us, last_us, saved_us
-  local moved -- whether the offset must be stored
+  local moved -- whether the clock's offset has changed, so that the call must store it
   local function set(us)
     now_us, last_us = us, us
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
@@ -63,21 +63,21 @@ end
 -- as doubles, at a tenth of the cost of a field for each counter; bands.lua packs the counters of dynamic bands in
 -- another field. Settings are decoded only after a change. If the pool's format number differs or is missing, the call
 -- fails at once.
-local settings, settings_text -- kept between calls
+local settings, settings_text -- the settings in force, decoded and as JSON; kept between calls
 -- Whether this library's caches are valid: no other library has changed the counters or published endpoints since the
 -- last call. Each call that changes settings, endpoints, loads or the clock changes a counter (`pool.touched`). The
 -- caches are valid for at most REMEMBERED_MS, since a demoted primary misses changes.
 local cache_is_valid
 local REMEMBERED_MS = 1000
 local live = {} -- replica -> whether its last heartbeat is recent, as far as this call knows
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local counters_text, saved = nil, {} -- the counters as last read or written: packed; in the order of COUNTERS
   local MOVED = 1
   while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
   -- The first BUSY counters change with each request. The other counters are packed (calm_text) only when one of them
   -- changes.
   local BUSY = 8
-  local calm_text, added = nil, '' -- added: counters of a later version, packed
+  local calm_text, added = nil, '' -- `added`: packed counters that only a later version of this library knows
   local BUSY_FORMAT, CALM_FORMAT -- set by the first call: `string` is missing while Redis loads the library
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
@@ -277,7 +277,7 @@ local function reset_log()
   if logged > 0 then entries, logged = {}, 0 end
 end
 
--- The fields of an event that concerns no single request, but a flow queue or the whole pool.
+-- Log an event that concerns a flow queue or the whole pool, and no single request.
 local NO_REQUEST = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
   bytes = 0, owner = '', endpoints = '',

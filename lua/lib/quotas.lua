@@ -6,17 +6,17 @@
 -- flight. The hash `balances` has each limit's used amount; a request's record has its charges. Uses nodes from
 -- lib/tenants.lua, reads and writes from lib/storage.lua, the clock and settings from lib/pool.lua. Defines `quotas`.
 local quotas = {}
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local INNER = tenants.INNER
 
   -- The field `owed` of a limit (lib/tenants.lua) is its used amount: the level of a leaky bucket, the units spent in a
   -- budget's period, or the requests in flight; for a `served` count, the cost served. A script call reads and writes
   -- each amount once. Amounts stay cached between calls while no other library changes the pool: `stored` is the amount
   -- last written to Redis, `stored_ms` the time of the write; a budget's cached amount is valid until `ends_ms`.
-  local calls = 0 -- number of this call
+  local calls = 0 -- the number of script calls so far, which numbers the present call
   local decode -- function: (limit, stored text) -> used amount
 
-  local READ_AT_ONCE = 1000 -- unpack() puts its values on a stack of limited depth
+  local READ_AT_ONCE = 1000 -- most values for one unpack(), which puts them on a stack of limited depth
   local wanted, asked = {}, {} -- reused by each call: limits whose amount must be read, and their fields in `balances`
   local function want(found, count)
     found.read_in = calls
@@ -51,12 +51,12 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read the balances of a flow's nodes, once a call.
+  -- Read the balances of the tenant nodes on a flow's path, at most once in a script call.
   local function prefetch(found)
     if found.read_in ~= calls then read_wanted(want(found, 0)) end
   end
 
-  -- Read the balances for the first `count` members of `requests` with one command.
+  -- Read the balances of the nodes of the first `count` requests in `requests`, with one Redis command.
   function quotas.prefetch(requests, count)
     local fields, counting = 0, tenants.counting
     for i = 1, count do
@@ -66,7 +66,8 @@ do -- a chunk may have 200 locals
     read_wanted(fields)
   end
 
-  -- Periods of budgets, by the pool's clock in UTC: the number of a period, and the ms until it ends.
+  -- The calendar periods of budgets, by the pool's clock in UTC: return the number of the present period, and the ms
+  -- until its end.
   local DAY_MS = 86400000
   -- The number of days since 1970-01-01 of the first day of a month; months are counted from January of year 0
   -- (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
@@ -84,7 +85,7 @@ do -- a chunk may have 200 locals
     if name == 0 then return settings.tenancy or 1, math.huge end
     local days = math.floor(now_ms / DAY_MS)
     if name == 'day' then return days, (days + 1) * DAY_MS - now_ms end
-    if name == 'week' then -- from Monday on; 1970-01-01 was a Thursday
+    if name == 'week' then -- a week begins on Monday; 1970-01-01 was a Thursday
       local week = math.floor((days + 3) / 7)
       return week, ((week + 1) * 7 - 3) * DAY_MS - now_ms
     end
@@ -123,7 +124,8 @@ do -- a chunk may have 200 locals
     return limit.period .. ' ' .. exact(limit.owed)
   end
 
-  -- Nodes whose next request may start now: this call refunds or changes their limits, or ends a waiting request.
+  -- Collects nodes whose next request may start now, since this call refunds or changes their limits or ends a waiting
+  -- request.
   local eased, eased_count = {}, 0
   function quotas.ease(node)
     if node.eased_in == calls or node.kind.over_limit ~= 'queue' then return end
@@ -131,7 +133,7 @@ do -- a chunk may have 200 locals
     eased[eased_count] = node
   end
 
-  local changed, changed_count = {}, 0 -- the limits whose balances this call has changed
+  local changed, changed_count = {}, 0 -- the limits whose used amounts this call has changed, and their number
   -- For each limit at `positions` in the list `found`, add `sign` * `amounts[unit]` to its used amount.
   local function add(found, positions, amounts, sign)
     local has_waiting = pool.queued > 0
@@ -165,7 +167,7 @@ do -- a chunk may have 200 locals
   end
   quotas.commit = store_balances
 
-  local seen, balances -- the request whose balances were looked up last, and the balances
+  local seen, balances -- the request for which balances were looked up last, and these balances
   -- Drop the cached settings and balances of nodes, after writing changed balances.
   function quotas.forget()
     store_balances()
@@ -317,7 +319,7 @@ do -- a chunk may have 200 locals
     return reason .. ' ' .. limit
   end
 
-  -- Undo the charge of a request that is refused after `arrive`.
+  -- Undo the charge that `quotas.arrive` made for a request which is then refused.
   function quotas.refused(r)
     local found = balances_of(r)
     if found then charge(r, found, tenants.charges(found.shape, r).charged, -1, 'arrival') end
@@ -421,7 +423,7 @@ do -- a chunk may have 200 locals
     else
       add(found, lists.running, change, 1)
     end
-    -- The ended request may have throttled these nodes: their next request may need less balance.
+    -- The nodes may be throttled because of the ended request: their next request may need less balance.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and lists.uncharged or {}
     for i = 1, #uncharged do quotas.ease(found[uncharged[i]].node) end
     r.tenancy, seen = 0, nil
@@ -499,7 +501,7 @@ do -- a chunk may have 200 locals
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
     local found = balances_of(r)
-    -- No limit can charge a placed request: its record needs no estimate.
+    -- No limit charges a request after its placement, so the record of a placed request needs no estimate of tokens.
     if not found and not string.find(r.charged, 'parallel', 1, true) then r.tenancy = 0 end
     local text = found and quotas.balances(found) or ''
     if r.demoted == 1 then text = text .. (text == '' and '\31' or ';') .. 'demoted=1' end
@@ -539,7 +541,7 @@ do -- a chunk may have 200 locals
     return due
   end
 
-  -- Drop the variables of the last call.
+  -- Reset the variables that hold data of the last script call.
   function quotas.reset()
     calls, changed_count, eased_count = calls + 1, 0, 0
     starting, corrected, weighed, seen = nil, nil, nil, nil
@@ -552,7 +554,7 @@ do -- a chunk may have 200 locals
     return math.max((settings.tenancy or 1) + 1, now_ms)
   end
 
-  -- Count the requests in flight again from the records.
+  -- Count each node's requests in flight again, from the records of requests.
   function quotas.recount(records)
     local former = settings.tenancy or 1
     settings.tenancy, settings_text = quotas.restart(), nil

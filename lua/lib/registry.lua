@@ -9,7 +9,7 @@
 
 local record = {}
 local reset_records
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local known = {} -- id -> record, or false if there is none
   local tables, used = {}, 0 -- reused by later calls: new tables would be a call's largest cost
   local changed_ids, changed_count = {}, 0
@@ -58,7 +58,7 @@ do -- a chunk may have 200 locals
     known[id] = false
   end
 
-  -- The record of an id, or nil.
+  -- Return the record of the request with this id, or nil.
   function record.read(id)
     local r = known[id]
     if r then return r end
@@ -99,7 +99,7 @@ do -- a chunk may have 200 locals
     write_values('HDEL', key.requests, removed, removals)
   end
 
-  local KEPT = 16 -- a table with more entries is replaced, not cleared
+  local KEPT = 16 -- clear a table of up to this many entries for reuse; replace a larger table
   function reset_records()
     local count = 0
     for id in pairs(known) do
@@ -116,7 +116,7 @@ end
 
 local timers = {}
 do
-  local next_ms -- due time of the earliest timer, or less; nil: unknown
+  local next_ms -- a lower bound of the earliest timer's due time; nil: unknown
   function timers.forget() next_ms = nil end
   function timers.set(id, due_ms)
     if next_ms and due_ms < next_ms then next_ms = due_ms end
@@ -125,7 +125,7 @@ do
 
   function timers.stop(id) defer_write('ZREM', key.timers, id) end
 
-  -- Whether a timer is due.
+  -- Return whether the timer of some waiting request is due.
   function timers.due()
     if next_ms and now_ms < next_ms then return false end
     next_ms = tonumber(read('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
@@ -155,13 +155,13 @@ do
   local function registry(name)
     local it = {known = {}, changed = {}}
     local known_count = 0
-    local registered -- the number of entries, once this call has read it
+    local registered -- the number of workloads in the registry; nil until this call has read the number
 
     function it.parse(id, text)
       local known, w = false, nil
       if text then
         known, w = pcall(unpack_workload, text)
-        if not known then strays = strays + 1 end -- a damaged entry restarts at 0
+        if not known then strays = strays + 1 end -- the counts of a damaged workload entry restart at 0
       end
       if not known then w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
       it.known[id], known_count = w, known_count + 1
@@ -169,7 +169,7 @@ do
     end
 
     -- Read the entries of the first `named` ids with one command; skip '' (anonymous).
-    local asked_workloads = {} -- reused by each call
+    local asked_workloads = {} -- kept from call to call, since creating a table is slow
     function it.prefetch(ids, named)
       local known, asked, count = it.known, asked_workloads, 0
       for i = 1, named do
@@ -240,7 +240,7 @@ do
 
   local function is_scored() return settings.ordering == ORDERING_WORKLOAD_AWARE end
 
-  local names = {} -- reused by each call
+  local names = {} -- kept from call to call, since creating a table is slow
   function workloads.prefetch_scores(requests, count)
     if not is_scored() then return end
     for i = 1, count do
@@ -250,7 +250,7 @@ do
     by_flow.prefetch(names, count)
   end
 
-  local slot -- number of the current sixth of a rate window, computed once a call
+  local slot -- the number of the present slot, a sixth of a rate window; computed once a call
 
   -- Shift the counts of arrivals so that the newest belongs to the current slot.
   local function slide(w)
@@ -262,7 +262,7 @@ do
     end
   end
 
-  -- The requests per second of a workload over the rate window.
+  -- Return a workload's requests per second over the rate window.
   local function rate(w)
     local slot_ms = settings.window_ms / 6
     slide(w)
@@ -325,7 +325,7 @@ do
     if id == '' then return end
     local w = by_id.find(id)
     local active = w[2]
-    if active < 1 then pool.note_lost('workloads') end -- the count of active requests was lost
+    if active < 1 then pool.note_lost('workloads') end -- the workload's count of active requests was lost
     w[2], w[5] = active > 1 and active - 1 or 0, now_ms
     by_id.changed[id] = w
   end
@@ -341,7 +341,7 @@ do
     end
   end
 
-  -- Count a restored request as active: its record was lost, and it still runs.
+  -- Count a restored request, which still runs though its record was lost, as an active request of its workload.
   function workloads.restored(id)
     if id == '' then return end
     local w = by_id.find(id)

@@ -24,9 +24,9 @@ local key -- the keys of the pool that this call serves
 local use_keys, joined
 local read, flush, defer_write, deferred_entry, defer_unlink
 local write_values, note_original, undo_writes, commit_writes, reset_storage
-local read_ahead = {} -- lib/fronts.lua
-local fronts = {} -- key -> its front: the members that were read ahead
-do -- a chunk may have 200 locals
+local read_ahead = {} -- functions that read the first members of sorted sets ahead; lib/fronts.lua fills the table
+local fronts = {} -- key of a sorted set -> its front: the set's first members, read ahead
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local pools = {} -- declared key -> the keys of its pool
   -- Return a table that maps an ending to `prefix` .. ending and caches MOST_NAMES names: a concatenation costs as much
   -- as 20 lookups.
@@ -82,12 +82,12 @@ do -- a chunk may have 200 locals
     pools[pool_key] = key
   end
 
-  -- Write-behind.
-  local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
+  -- Write-behind: buffer the call's writes until its end.
+  local AT_MOST = 2000 -- most values for one unpack(), which puts them on a stack of limited depth
   local deferred = {} -- key -> its newest deferred command, with n arguments
   local commands, used = {}, 0 -- deferred commands in order; later calls reuse the tables
-  local unlinked = {} -- keys to remove at the end of the call
-  -- For undo_writes: key -> member -> score, and key -> field -> value, before this call; false for a missing value
+  local unlinked = {} -- the Redis keys that the call removes at its end
+  -- The values before this call, for undo_writes: key -> member -> score, and key -> field -> value; false: no value
   local former_scores, former_values = {}, {}
 
   -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
@@ -115,8 +115,8 @@ do -- a chunk may have 200 locals
     if former[member] == nil then former[member] = score or false end
   end
 
-  local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- index of the first member or field
-  local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- arguments per member
+  local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- index of the command's first member or field
+  local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- number of the command's arguments for each member or field
   local READ = {ZADD = 'ZMSCORE', ZREM = 'ZMSCORE', HSET = 'HMGET', HDEL = 'HMGET'}
   local function note_originals(entry)
     local command, asked, count = entry.command, {}, 0

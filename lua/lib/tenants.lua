@@ -6,13 +6,13 @@
 
 -- INNER: the last byte of an inner node's name in orders; no flow has it. MOST_KNOWN: most paths and nodes to cache.
 local tenants = {INNER = '\30', MOST_KNOWN = 4096}
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   local INNER, INNER_BYTE, MOST_LEVELS, MOST_KNOWN = tenants.INNER, 30, 8, tenants.MOST_KNOWN
-  local separator -- the separator that splits flows into the cached paths
+  local separator -- the character that has split flows into the cached paths
   local paths, paths_known = {}, 0 -- flow -> its nodes' paths from the top, the flow last
   local parents, parents_known = {}, 0 -- member -> the inner node above; '' for the root
   local nodes, nodes_known = {}, 0 -- path -> its node
-  local weights = {} -- member -> its weight, or false
+  local weights = {} -- member of an order -> its weight; false: no settings give a weight
 
   -- Drop paths that another separator has split. Each call and each change of settings calls this function.
   function tenants.use_separator()
@@ -69,7 +69,7 @@ do -- a chunk may have 200 locals
       limit.name, limit.code, limit.over_limit = name, level .. name .. ',', kind.over_limit
       local shown_unit = limit.unit == 'requests' and 'requests' or 'tokens'
       limit.shown_as, limit.shown_with = string.format('\31%s=%d,%%d,%%d', shown_unit, limit.burst), {} -- formats
-      limit.__index = limit -- the limits of nodes inherit from this table
+      limit.__index = limit -- the limits of all nodes with the same settings inherit from this table
       kind.limits[#kind.limits + 1] = limit
     end
     for _, each in ipairs(type(found.limits) == 'table' and found.limits or {}) do
@@ -305,7 +305,7 @@ do -- a chunk may have 200 locals
       local valid, v, _, used_ms = pcall(struct.unpack, 'ddd', texts[i])
       local is_empty = pool[QUEUED[band]] == 0 or read('ZCARD', key.children[band][node]) == 0
       if pool[QUEUED[band]] == 0 then defer_unlink(key.children[band][node]) end -- strays at most
-      -- A throttled child keeps its tag, and so its parent must keep the virtual time.
+      -- A throttled child of the node keeps its tag, so the node must keep the virtual time of its children.
       if is_empty and not is_parent[node] and not (valid and now_ms - used_ms <= idle_ms) then
         defer_write('HDEL', key.nodes[band], node)
         defer_unlink(key.finished[band][node])
@@ -319,7 +319,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Remove the tree of a band in which no request waits or runs.
+  -- Remove the tree of tenants' nodes of a band in which no request waits or runs.
   function tenants.drop_tree(band)
     for _, node in ipairs(read('HKEYS', key.nodes[band])) do
       defer_unlink(key.children[band][node])

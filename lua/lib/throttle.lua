@@ -120,14 +120,14 @@ do
     return not has_own, best
   end
 
-  -- Let a flow queue with blockers be granted one request without room.
+  -- Allow dispatch to grant one request of a flow queue although its blockers have no room.
   function throttle.allow_probe(band, flow_queue)
     local blockers = blockers_of(band, flow_queue)
     if not blockers or string.sub(blockers, 1, 1) == PROBES then return end
     defer_write('HSET', key.blockers, joined(band, flow_queue), PROBES .. blockers)
   end
 
-  -- Note that request r is granted for the room of `blocker`.
+  -- Record that request r is granted to take room on the endpoint `blocker`.
   function throttle.grant(r, blocker)
     r.endpoints = blocker
     defer_write('ZADD', key.pending, 0, joined(blocker, r.id))

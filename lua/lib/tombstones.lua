@@ -28,7 +28,7 @@ end
 local tombstones = {}
 do
   local LATE_MS = 2000 -- largest error of the time that a replica reports for an admission or renewal
-  local GIVEN_UP_MS = 3600000 -- how long a reclaimed request may be restored
+  local GIVEN_UP_MS = 3600000 -- for how long after its reclaim a request may be restored
   local MOST_GHOSTS = 100
   function tombstones.put(id, ended_ms)
     defer_write('ZADD', key.tombstones, ended_ms, id)

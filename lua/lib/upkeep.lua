@@ -10,7 +10,7 @@ do
   -- of the band are lowered by the same amount, which keeps their order. Records of running requests keep their higher
   -- tags; the `floor` of `queue.correct` allows for that.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
-  local MOST_REBASED = 30000 -- tags; a band with more tags is not rebased
+  local MOST_REBASED = 30000 -- most tags of a band that is rebased; a band with more tags keeps its tags
   local function is_of_root(member) return not settings.tenants or tenants.parent(member) == '' end
   local function lower(set, by)
     local found = read('ZRANGE', set, 0, -1, 'WITHSCORES')
@@ -73,7 +73,7 @@ do
     return #stale == limit or surplus == limit or forgotten == limit
   end
 
-  -- Reset preemption times, once the queue is no longer nearly full. Return whether more may be left.
+  -- Reset preemption times once the queue is no longer nearly full. Return whether more preemption times may be left.
   function upkeep.forget_preemptions(limit)
     local more = false
     for _, band in ipairs(BANDS) do
@@ -102,7 +102,7 @@ do
     end
   end
 
-  -- If no request waits in a band, drop the band's flow queues as strays.
+  -- If no request waits in a band, drop all flow queues that the band still lists: they are strays.
   function upkeep.drop_stray_flow_queues(band, limit)
     if pool[QUEUED[band]] > 0 then return end
     for _, set in ipairs({key.flows[band], key.throttled[band]}) do
@@ -127,8 +127,8 @@ end
 -- counts then disagree, and ends the epoch. The next publish rebuilds every key that derives from the records of
 -- requests. Then replicas register their requests again, as after a FLUSHALL, which also restores lost records.
 do
-  local MOST_FILED = 10000 -- records; if there are more, a call drops this many, and replicas register them again
-  local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
+  local MOST_FILED = 10000 -- if more records exist, a call drops this many records, and replicas register them again
+  local MOST_LOOKED_AT = 1000 -- do not compare counts of more flow queues, endpoints or running requests than this
   local LAST_BAND = 63
 
   local function is_waiting_lost()
@@ -282,7 +282,7 @@ do
     if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
     if r.state == STATE_QUEUED then
       queue.insert(r)
-      record.put(r) -- queue.insert has changed bytes_epoch
+      record.put(r) -- the record must be written again, since queue.insert has changed its bytes_epoch
     else
       timers.set(r.id, math.min(r.deadline_ms, now_ms + settings.lease_ms))
     end

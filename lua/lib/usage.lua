@@ -3,7 +3,7 @@
 -- Uses reads and writes from lib/storage.lua, settings from lib/pool.lua. Defines `usage`.
 
 local usage = {has_learned = false}
-do -- a chunk may have 200 locals
+do -- a block of its own: Lua allows 200 local variables in a chunk
   -- Answers: the mean length in tokens, of each model and of each flow and model, as the estimate for requests that set
   -- no maximum.
   local new_answers, new_fields = {}, 0 -- field -> the entry that this call has changed; the number of new fields
@@ -53,7 +53,7 @@ do -- a chunk may have 200 locals
   -- u. An entry has the number of requests, and moving averages of u, v, u * u and u * v.
   local MOST_MODELS = 256 -- a further model replaces a random model
   local LEAST_SIZE = 16 -- smaller prompts teach nothing: their base outweighs the text
-  local SPAN = 50 -- requests that the averages span
+  local SPAN = 50 -- number of requests that the moving averages span
   local LEAST_BASE, MOST_BASE, LEAST_SLOPE, MOST_SLOPE = -64, 2000, 0.02, 2
   local RIDGE = 0.01 -- if sizes hardly differ, the base is near 0
   local EXTREME = 2 -- tokens count as at most twice the estimate, and at least half of it
@@ -62,7 +62,7 @@ do -- a chunk may have 200 locals
 
   local new_prompts = {} -- model -> the entry that this call has changed
 
-  -- Return a model's entry; a new entry for a damaged text (a stray).
+  -- Return a model's entry of prompt costs. If the stored text is damaged (a stray), return a new entry.
   local function parse_prompts(text)
     local known, n, u, v, uu, uv = pcall(struct.unpack, 'ddddd', text)
     local is_valid = known and n >= NEW_N and u > 0 and v > 0 and uu > 0 and uv > 0 and u + v + uu + uv < MOST_COST
@@ -101,7 +101,7 @@ do -- a chunk may have 200 locals
     defer_write('HSET', key.prompts, model, struct.pack('ddddd', unpack(entry)))
   end
 
-  -- Return a list of model, base and slope.
+  -- Return for each model its name, and the base and slope that estimate a prompt's tokens from its size, as one list.
   function usage.prompt_lines()
     local found, lines = read('HGETALL', key.prompts), {}
     for i = 1, #found, 2 do
