@@ -23,9 +23,9 @@
 --     31 and 'UNIT PER_MS PATH' of the tenant's limit, then byte 31 and the balances (quotas.balances)
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
--- Whether an arrival with the id of request r is r itself: flow, model and body digest are equal, whichever stream
--- brings the arrival. A record without an attempt was restored from an access log: Envoy already knows the request's
--- endpoint, and never sends the request again.
+-- Return whether an arrival with the id of request r is r itself: flow, model and body digest are equal, whichever
+-- stream brings the arrival. A record without an attempt was restored from an access log: Envoy already knows the
+-- request's endpoint, and never sends the request again.
 local function is_same(r, arrival)
   return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
     and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
@@ -123,7 +123,7 @@ local function queued_for(left_ms)
   return last_queued
 end
 
--- The number of backlogged flow queues in all bands.
+-- Return the number of backlogged flow queues in all bands.
 local function count_flow_queues()
   local count = 0
   for _, band in ipairs(BANDS) do count = count + queue.count_flow_queues(band) end

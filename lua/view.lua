@@ -66,7 +66,7 @@ function view.add_flow_queues(reply, band, throttled, flow_queues, scales)
   end
 end
 
--- The key of a band's ordered flow queues (`throttled` 0) or throttled flow queues (1).
+-- Return the key of a band's ordered flow queues (`throttled` 0) or throttled flow queues (1).
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 
 -- With tenants: append the leaves below `parent` to `found` (name, start tag, name, start tag ...), with start tags as

@@ -131,7 +131,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     for at = 2, #numbers, 2 do bytes[numbers[at]] = numbers[at + 1] end
   end
 
-  -- The text of the field `waiting_bytes`; '' if no bytes wait.
+  -- Return the text of the field `waiting_bytes`; '' if no bytes wait.
   function bands.bytes_text()
     if not bytes_text then
       local numbers = {bytes_epoch}

@@ -107,7 +107,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return counts
   end
 
-  -- The tokens in flight on each endpoint of the list `among`. Call this function only if limits are in tokens.
+  -- Return the tokens in flight on each endpoint of the list `among`. Call this function only if limits are in tokens.
   function stage.amounts(among)
     local fields = {}
     for i, address in ipairs(among) do fields[i] = joined('', address) end
@@ -120,7 +120,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     limit_counts[field], changed_limits[field] = is_idle and 0 or flow_counts({field})[1] + difference, true
   end
 
-  -- Whether an endpoint is published, or was published before and still runs requests.
+  -- Return whether an endpoint is published, or was published before and still runs requests.
   function stage.is_known(address) return load_of(address) >= 0 end
 
   -- Set the load of an endpoint that begins or ceases to take new requests, which makes `window` out of date.
@@ -149,7 +149,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Return whether an endpoint's JSON description lists this stage.
   function stage.includes(description) return stage.described(description)[name] end
 
-  -- Whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill,
+  -- Return whether this stage counts a published endpoint. The stage decode also counts endpoints that only prefill,
   -- with a load from UNPICKABLE on, so that `is_known` finds each published endpoint there.
   function stage.lists(address)
     local description = read('HGET', key.endpoints, address)
@@ -210,7 +210,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return found, scores
   end
 
-  -- Whether an endpoint takes new requests: it is published, not draining and not marked.
+  -- Return whether an endpoint takes new requests: it is published, not draining and not marked.
   function stage.is_ready(address) return is_pickable(load_of(address)) end
 
   -- All endpoints in the set `load`, with or without requests in flight; read once a call.
@@ -235,17 +235,17 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
 
   function stage.token_cap(address) return settings.token_caps[address] or settings.default_token_cap end
 
-  -- Whether an endpoint whose load is known is at a limit. Call this function only if endpoints have limits.
+  -- Return whether an endpoint whose load is known is at a limit. Call this function only if endpoints have limits.
   local function is_full(address)
     local cap = stage.caps[address] or settings[default_cap_name]
     if cap and loads[address] >= cap then return true end
     return is_decode and settings.token_caps and stage.amounts({address})[1] + RESIDUE >= stage.token_cap(address)
   end
 
-  -- Whether some endpoint surely has a free slot while the stock is below its upper bound: the bound is the sum of the
-  -- ready endpoints' limits (`adaptive`), no temporary limit is lower, and each request in flight has taken at least 1
-  -- of the stock. Requests that arrived while the queue was disabled have taken no stock, so compare stock and load,
-  -- once a call. If limits are in tokens, this holds only if no endpoint also has a limit in requests.
+  -- Return whether some endpoint surely has a free slot while the stock is below its upper bound: the bound is the sum
+  -- of the ready endpoints' limits (`adaptive`), no temporary limit is lower, and each request in flight has taken at
+  -- least 1 of the stock. Requests that arrived while the queue was disabled have taken no stock, so compare stock and
+  -- load, once a call. If limits are in tokens, this holds only if no endpoint also has a limit in requests.
   function stage.stock_bounds_slots()
     if settings.adaptive ~= 1 or stage.caps ~= settings[caps_name] or settings.queue_enabled == 0 then return false end
     if is_decode and settings.token_caps then return next(stage.caps) == nil and pool.upper > 0 end
@@ -314,8 +314,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return free, true
   end
 
-  -- The cost function for candidates with scores: live_weight * load / highest load - score. The endpoint with the
-  -- lowest cost is chosen.
+  -- Return the cost function for candidates with scores: live_weight * load / highest load - score. The endpoint with
+  -- the lowest cost is chosen.
   local function cost_function(among, scores)
     local most = 1
     for _, address in ipairs(among) do
@@ -455,8 +455,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   function stage.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
   function stage.is_ejected(address) return stage.has_mark('ejected', address) end
 
-  -- Whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. The total
-  -- count of a flow includes granted requests, which are not placed yet; the counts per endpoint do not.
+  -- Return whether r's flow has as many requests in flight as its limit allows on all ready endpoints together. The
+  -- total count of a flow includes granted requests, which are not placed yet; the counts per endpoint do not.
   function stage.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end

@@ -11,7 +11,7 @@ local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in repli
 do
   local NO_FLOW_LIMIT = {limit = 0}
 
-  -- The part of `candidates` for `endpoint`: 'd,e>x=1,y=2;f>y=1' has a part for d and e, and one for f.
+  -- Return the part of `candidates` for `endpoint`: 'd,e>x=1,y=2;f>y=1' has a part for d and e, and one for f.
   local function part_for(endpoint, candidates)
     if not string.find(candidates, '>', 1, true) then return candidates end
     for decoders, part in string.gmatch(candidates, '([^>;]*)>([^>;]*)') do

@@ -41,7 +41,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return front
   end
 
-  -- The first member of the set, or nil.
+  -- Return the first member of a sorted set, or nil.
   function read_ahead.first_member(name)
     local front = fronts[name]
     local member = front and front[front.at]
@@ -93,8 +93,8 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return front
   end
 
-  -- The front as it was read, at most `most` members: member, score, member, score ... The caller must not change the
-  -- list.
+  -- Return the front as it was read, at most `most` members: member, score, member, score ... The caller must not
+  -- change the list.
   function read_ahead.scored_front(name, most)
     local front = fronts[name]
     if front and (front.whole or front[front.at] or front.back[front.first]) then return front end

@@ -78,7 +78,7 @@ do
     keep_head(line, nil)
   end
 
-  -- The score of request r in its flow queue. Under `edf`, the last three digits of the arrival (us) order equal
+  -- Return the score of request r in its flow queue. Under `edf`, the last three digits of the arrival (us) order equal
   -- times (ms).
   function order.score(r)
     if settings.ordering ~= ORDERING_EDF then return r.arrived end

@@ -43,7 +43,8 @@ do
     marks.update_caps()
   end
 
-  -- Whether every request in flight belongs to `flow`. Checks only the LOOKED_AT requests with the latest leases.
+  -- Return whether every request in flight belongs to `flow`. The function checks only the LOOKED_AT requests with the latest
+  -- leases.
   local function has_pool_alone(flow)
     local ids = read('ZREVRANGE', key.inflight, 0, LOOKED_AT - 1)
     record.prefetch(ids, #ids)
@@ -54,8 +55,8 @@ do
     return true
   end
 
-  -- Whether an endpoint's failures justify an ejection: two flows had failures, so that no single client can eject an
-  -- endpoint; or the only flow in flight had MOST_ALONE failures, and another endpoint has answered that flow.
+  -- Return whether an endpoint's failures justify an ejection: two flows had failures, so that no single client can
+  -- eject an endpoint; or the only flow in flight had MOST_ALONE failures, and another endpoint has answered that flow.
   local function is_failing(entry)
     local first, count
     for _, failure in ipairs(entry.by) do

@@ -49,7 +49,7 @@ do
     set(us)
   end
 
-  -- The text to store in the field `clock`; nil if the stored text is recent. A caller that stores the text also
+  -- Return the text to store in the field `clock`; nil if the stored text is recent. A caller that stores the text also
   -- changes the counter MOVED, so that other libraries reread the clock.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
@@ -221,13 +221,15 @@ function pool.smoothed(mean, figure, alpha)
   return found < SMALLEST and 0 or found
 end
 
--- The Retry-After for a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
+-- Return the Retry-After for a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S
+-- seconds.
 function pool.retry_after_s()
   if pool.rate == 0 then return 1 end
   return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
 end
 
--- The arrival number of a request that arrives now: the time in us, or the last number plus 1 if that is greater.
+-- Return the arrival number of a request that arrives now: the time in us, or the last number plus 1 if that is
+-- greater.
 function pool.next_arrival_us()
   local seq = pool.seq + 1
   if seq < now_us then seq = now_us end
@@ -235,8 +237,8 @@ function pool.next_arrival_us()
   return seq
 end
 
--- The milliseconds by which the ordering `edf` serves request r before its deadline: the time that the request will
--- take, by the replica's prediction. The attempt has the form `NUMBER-EARLY_MS.DIGEST`, or `NUMBER.DIGEST` for 0.
+-- Return the milliseconds by which the ordering `edf` serves request r before its deadline: the time that the request
+-- will take, by the replica's prediction. The attempt has the form `NUMBER-EARLY_MS.DIGEST`, or `NUMBER.DIGEST` for 0.
 function pool.early_ms(r)
   return settings.ordering == ORDERING_EDF and tonumber(string.match(r.attempt or '', '^%d+%-(%d+)')) or 0
 end
@@ -323,8 +325,8 @@ function notifications.add_placed(r, reply)
   notify(r.owner, note .. string.sub(reply, 7) .. ' ' .. r.id)
 end
 
--- Whether request r is granted, or placed by its grant and not yet acknowledged. `note`: the notification about r, if
--- read.
+-- Return whether request r is granted, or placed by its grant and not yet acknowledged. `note`: the notification about
+-- r, if read.
 function notifications.is_untaken(r, note)
   note = note or read('HGET', key.inbox[r.owner], r.id)
   return r.state == STATE_GRANTED or r.state == STATE_PLACED and note == notifications.placed_for(r.attempt)

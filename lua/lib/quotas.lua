@@ -69,7 +69,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
   -- The calendar periods of budgets, by the pool's clock in UTC: return the number of the present period, and the ms
   -- until its end.
   local DAY_MS = 86400000
-  -- The number of days since 1970-01-01 of the first day of a month; months are counted from January of year 0
+  -- Return the number of days since 1970-01-01 of the first day of a month; months are counted from January of year 0
   -- (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
   local function first_day(months)
     local year, month = math.floor(months / 12), months % 12 + 1
@@ -217,7 +217,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return taken
   end
 
-  -- Whether the limits at `positions` in the list `found` suffice for request r.
+  -- Return whether the limits at `positions` in the list `found` suffice for request r.
   local function suffice(found, positions, r)
     local amounts = amounts_of(r)
     for i = 1, #positions do
@@ -313,7 +313,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     r.tenancy = settings.tenancy or 1
   end
 
-  -- The text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
+  -- Return the text of a refusal in the decision log: 'over-limit UNIT PER_MS PATH'.
   function quotas.reason(refusal)
     local reason, limit = string.match(refusal, '^refused (%S+) %d+\31([^\31]*)')
     return reason .. ' ' .. limit
@@ -497,7 +497,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return string.format(format, left, reset_ms, other_left, other_reset_ms)
   end
 
-  -- The text of the balances of request r's nodes, and whether r was demoted.
+  -- Return the text of the balances of request r's nodes, and whether r was demoted.
   function quotas.shown(r)
     if r.tenancy == 0 then return '' end
     local found = balances_of(r)

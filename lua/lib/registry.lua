@@ -50,7 +50,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     end
   end
 
-  -- The record of an id that a scan of `requests` found with `text`; nil if this call has removed the record.
+  -- Return the record of an id that a scan of `requests` found with `text`; nil if this call has removed the record.
   function record.from_scan(id, text)
     local r = known[id]
     if r then return r end
@@ -67,7 +67,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
 
   record.NO_DEADLINE = 0 -- of a request that was restored from its accounting token; all others have a deadline
 
-  -- Whether request r is queued or orphaned, rather than granted or placed.
+  -- Return whether request r is queued or orphaned, rather than granted or placed.
   function record.is_waiting(r) return r.state == STATE_QUEUED or r.state == STATE_ORPHANED end
 
   -- Let `record.read` find request r in this call, without writing r.
@@ -186,7 +186,7 @@ do
 
     function it.find(id) return it.known[id] or it.parse(id, read('HGET', key[name], id)) end
 
-    -- Whether the registry has room for a new workload, which then counts as registered.
+    -- Return whether the registry has room for a new workload, which then counts as registered.
     function it.has_room()
       registered = registered or read('HLEN', key[name])
       if settings.max_workloads and registered >= settings.max_workloads then return false end
@@ -194,7 +194,7 @@ do
       return true
     end
 
-    -- Whether more than half of `max_workloads` is taken; false if this call has not read the number of entries.
+    -- Return whether more than half of `max_workloads` is taken; false if this call has not read the number of entries.
     function it.is_half_full()
       local most = settings.max_workloads
       return most and registered and registered > most / 2
@@ -272,7 +272,7 @@ do
 
   function workloads.rate(id) return rate(by_id.find(id)) end
 
-  -- The rate of the workload of request r within r's flow; 0 if r is anonymous.
+  -- Return the rate of the workload of request r within r's flow; 0 if r is anonymous.
   function workloads.rate_of(r)
     return r.workload == '' and 0 or rate(by_flow.find(joined(r.flow, r.workload)))
   end

@@ -49,7 +49,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return found
   end
 
-  -- The inner node above a member of an order: a flow queue, or an inner node.
+  -- Return the inner node above a member of an order: a flow queue, or an inner node.
   function tenants.parent(member) return parents[member] or find_parent(member) end
 
   -- A node has its own settings, else the settings for all children of its parent (PARENT/*), else the settings for all
@@ -253,7 +253,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     tenants.counting = setmetatable({}, FIND)
   end
 
-  -- The weight of a member, within bounds; nil if no node's settings give one.
+  -- Return the weight of a member, within bounds; nil if no node's settings give a weight.
   function tenants.weight(member)
     local weight = weights[member]
     if weight == nil then

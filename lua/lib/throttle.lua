@@ -23,8 +23,8 @@ do
   function throttle.prefill_of(address) return PREFILL .. address end
   function throttle.is_prefill(blocker) return string.sub(blocker, 1, 1) == PREFILL end
 
-  -- Whether any flow queue has blockers. The field `used`, nil if unknown, keeps false between calls while only this
-  -- library changes the pool (lib/dispatch.lua).
+  -- Return whether any flow queue has blockers. The field `used`, nil if unknown, keeps false between calls while only
+  -- this library changes the pool (lib/dispatch.lua).
   function throttle.is_used()
     if throttle.used == nil then throttle.used = read('HLEN', key.blockers) > 0 end
     return throttle.used
@@ -99,8 +99,8 @@ do
 
   function throttle.has_room(blocker) return room(blocker) > 0 end
 
-  -- Whether request r, the next of `flow_queue`, may be granted; and for the room of which blocker, if the flow queue
-  -- has any.
+  -- Return whether request r, the next of `flow_queue`, may be granted; and for the room of which blocker, if the flow
+  -- queue has any.
   function throttle.admits(r, flow_queue)
     local band, best, most, has_own = r.band, nil, -math.huge, false
     local blockers = not r.any_endpoint and blockers_of(band, flow_queue)

@@ -43,9 +43,9 @@ do
     tombstones.forget_ghost(id)
   end
 
-  -- Whether a tombstone forbids restoring the request. `seen_ms`: when the caller, which admitted the request, last saw
-  -- the request alive; if later than the end, a new request has the same id. `seen_ms` is nil if an access log, perhaps
-  -- with an old accounting token, reports the request.
+  -- Return whether a tombstone forbids restoring the request. `seen_ms`: when the caller, which admitted the request,
+  -- last saw the request alive; if later than the end, a new request has the same id. `seen_ms` is nil if an access
+  -- log, perhaps with an old accounting token, reports the request.
   function tombstones.covers(id, seen_ms)
     local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)

@@ -145,7 +145,8 @@ do
     return false
   end
 
-  -- Whether the key `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor marked.
+  -- Return whether the key `marks` was lost: a published endpoint takes no new requests, yet is neither draining nor
+  -- marked.
   local function is_mark_lost()
     for set, stage in pairs({load = endpoints, prefill_load = prefill}) do
       local closed = read('ZRANGEBYSCORE', key[set], UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
@@ -160,14 +161,14 @@ do
     return false
   end
 
-  -- Whether the key `prefill_load` or `prefills` was lost: both count the same reservations.
+  -- Return whether the key `prefill_load` or `prefills` was lost: both count the same reservations.
   local function is_prefill_lost()
     local listed, reserved = read('ZRANGE', key.prefill_load, 0, -1, 'WITHSCORES'), 0
     for i = 2, #listed, 2 do reserved = reserved + listed[i] % UNPICKABLE end
     return #listed / 2 < pool.prefillers or reserved ~= read('ZCARD', key.prefills)
   end
 
-  -- Whether the key `limits` was lost: it counts fewer requests of a limited flow, or tokens, than the records.
+  -- Return whether the key `limits` was lost: its counts of a limited flow's requests, or of tokens, are below the records'.
   local function is_limit_lost()
     local is_counted = endpoints.counts_flows or settings.token_caps
     if not is_counted or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
@@ -203,7 +204,7 @@ do
     return stock < pool.stock - 1e-6 and 'inflight' or nil
   end
 
-  -- The name of a lost key, or of a key that derives from the lost key; nil if all counts agree.
+  -- Return the name of a lost key, or of a key that derives from the lost key; nil if all counts agree.
   function upkeep.find_lost_key()
     local lost = nil
     if read('HLEN', key.requests) ~= read('ZCARD', key.inflight) + read('ZCARD', key.timers) then
