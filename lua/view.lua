@@ -5,7 +5,7 @@
 -- Guarantees: each function only reads, and reads at most VIEW_LIMIT rows a call, however long the queue is. A member
 -- whose score does not change meanwhile is on exactly one of consecutive pages.
 --
--- All functions: keys[1] epp:{POOL}:pool
+-- Each function gets in keys[1] the key epp:{POOL}:pool.
 --
 -- Rows:
 --   flow queue: throttled (0 or 1), priority of its band, name, start tag (with tenants as if it were a child of the

@@ -166,7 +166,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     if bytes[band] then bytes[band], bytes_text, bands.keeps_bytes, pool.touched = nil, nil, true, true end
   end
 
-  -- The text of the field `bands` if this call has changed it, else nil.
+  -- Return the new text of the field `bands` if this call has changed a dynamic band, else nil.
   function bands.change()
     if stored == '' and not others[1] then return nil end
     local lines = {}

@@ -84,7 +84,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   end
   stage.load = load_of
 
-  -- The number of requests in flight on an endpoint, whether or not it takes new requests.
+  -- Return the number of requests in flight on an endpoint, whether or not the endpoint takes new requests.
   function stage.in_flight(address)
     local load = load_of(address)
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
@@ -213,7 +213,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Return whether an endpoint takes new requests: it is published, not draining and not marked.
   function stage.is_ready(address) return is_pickable(load_of(address)) end
 
-  -- All endpoints in the set `load`, with or without requests in flight; read once a call.
+  -- Return all endpoints in the sorted set `load`, with or without requests in flight. A call reads the set only once.
   function stage.counted()
     if all_counted then return all_counted end
     local all, listed_ones = redis.call('ZRANGE', key[set], 0, -1), {}
@@ -230,7 +230,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return all
   end
 
-  -- The limit of an endpoint, nil if it has none. Call this function only if endpoints have limits.
+  -- Return the limit of an endpoint; nil if it has no limit. Call this function only if endpoints have limits.
   function stage.cap(address) return stage.caps[address] or settings[default_cap_name] end
 
   function stage.token_cap(address) return settings.token_caps[address] or settings.default_token_cap end
@@ -256,8 +256,8 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
   -- Return how many tokens of an endpoint's limit one more request will take on average.
   local function mean_taken(running) return math.max(pool.stock / math.max(running, 1), 1) end
 
-  -- How many more requests an endpoint accepts; with `amount`, its tokens in flight, how many more tokens. Infinite
-  -- without a limit.
+  -- Return how many more requests an endpoint accepts or, if `amount` (its tokens in flight) is given, how many more
+  -- tokens; infinite if the endpoint has no limit.
   local function room_on(address, amount, mean)
     local load = loads[address] or load_of(address)
     if not is_pickable(load) then return 0 end
@@ -266,7 +266,7 @@ local function new_stage(name, set, caps_name, default_cap_name, described)
     return math.max(left, 0)
   end
 
-  -- How many more requests an endpoint accepts; infinite without a limit.
+  -- Return how many more requests an endpoint accepts; infinite if the endpoint has no limit.
   function stage.slots(address)
     if not (is_decode and settings.token_caps) then return math.ceil(room_on(address)) end
     local mean = mean_taken(read('ZCARD', key.inflight))

@@ -4,7 +4,7 @@
 -- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
 -- `stages` and the functions below.
 
--- The prefill of a split request. While a placed request's prefill runs, `r.prefillers` has its prefill endpoint and
+-- Prefills of split requests. While a placed request's prefill runs, `r.prefillers` has its prefill endpoint and
 -- fallbacks; else ''. The key `prefills` has the reservations (endpoint and request id), scored by the ends of their
 -- leases.
 local stages = {SPLIT = '>'} -- between endpoints and prefill endpoints in replies

@@ -316,7 +316,7 @@ do
     end
   end
 
-  -- The inner nodes that the last turn came through, from the top: their orders, names and start tags.
+  -- The inner nodes that the last turn passed on its way to a flow queue, from the top: orders, names and start tags.
   local turn_orders, turn_nodes, turn_tags, turn_depth = {}, {}, {}, 0
   -- Charge request r, whose turn it is, to the turn's inner nodes, and move their virtual times. `emptied`: r was the
   -- last request of its flow queue.
@@ -397,7 +397,7 @@ do
     leave_ancestors(band, member)
   end
 
-  -- Put a throttled member back in order. Return false if the member was not throttled or holds no request.
+  -- Put a throttled member back in its parent's order. Return false if it was not throttled or holds no request.
   function queue.unthrottle(band, member)
     local tag = throttle.remove(band, member)
     if not tag then return false end
@@ -418,7 +418,7 @@ do
     return true
   end
 
-  -- Put a throttled flow queue back in order; if it has blockers, for one request at least.
+  -- Put a throttled flow queue back in order. If it has blockers, dispatch may grant one of its requests without room.
   function queue.probe(band, member)
     throttle.allow_probe(band, member)
     queue.unthrottle(band, member)
@@ -441,7 +441,7 @@ do
     return page > 0 and page - 1 or nil
   end
 
-  -- The start tag of a member that is in order, else false.
+  -- Return the start tag of a member that is in its parent's order, else false.
   function queue.is_in_order(band, member) return read('ZSCORE', order_of(band, parent_of(member)), member) end
 
   -- With tenants, whether request r may start before all waiting requests: r fits within the bound, all waiting

@@ -43,8 +43,8 @@ do
     marks.update_caps()
   end
 
-  -- Return whether every request in flight belongs to `flow`. The function checks only the LOOKED_AT requests with the latest
-  -- leases.
+  -- Return whether every request in flight belongs to `flow`. The function checks only the LOOKED_AT requests with the
+  -- latest leases.
   local function has_pool_alone(flow)
     local ids = read('ZREVRANGE', key.inflight, 0, LOOKED_AT - 1)
     record.prefetch(ids, #ids)

@@ -3,7 +3,7 @@
 -- Uses reads and writes from lib/storage.lua, `bands`. Defines `now_us`, `now_ms`, `settings`, `pool`, `notifications`.
 
 -- [clock] Tests replace the code from this mark to [/clock] (picker_fleet/state/scripts.py).
--- The only clock: Redis's TIME, corrected for steps. Clocks of replicas are never compared.
+-- The fleet has only one clock: Redis's TIME, corrected for steps. Clocks of replicas are never compared.
 --
 -- TIME may be set forward or back by hours. The pool's time is TIME plus an offset. The field `clock` stores the offset
 -- and a recent value of the pool's time, at most a quarter of a second old. The pool's time never goes back, except by

@@ -203,7 +203,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return found
   end
 
-  -- The name that a node of r's path has in orders: the flow queue's, or the inner node's.
+  -- Return the name under which a node of request r's path stands in an order: a flow queue's or an inner node's name.
   local function member_of(node, r) return node.path == r.flow and r.flow or node.path .. INNER end
 
   local taken, weighed = {requests = 1, parallel = 1}, nil -- `weighed`: `taken` has this request's amounts
@@ -353,7 +353,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     end
   end
 
-  -- The refusal of request r, which may wait no longer, if r waits for a limit; else nil.
+  -- Request r may wait no longer: if r waits for a tenant's limit, return r's refusal, else nil.
   function quotas.expiry(r)
     local found = balances_of(r)
     local uncharged = found and tenants.charges(found.shape, r).uncharged

@@ -156,7 +156,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return shape
   end
 
-  -- The shape of a flow that has the nodes of `shape`, and then `node`.
+  -- Return the shape of a flow whose path has the nodes of `shape`, followed by `node`.
   local function widened(shape, node)
     local found = shape.wider[node.kind]
     if not found then

@@ -1,6 +1,6 @@
 -- include: dispatch
--- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. The argument `limit` bounds the
--- work of each step.
+-- Maintains the queue for the sweep: lowers tags, forgets old preemptions, drops strays, detects lost keys. The
+-- argument `limit` bounds the work of each step.
 -- Uses the queue from lib/flows.lua, records from lib/registry.lua, `throttle`, `marks` and `restore_running`. Defines
 -- `upkeep` for the sweep and publish.
 
@@ -168,7 +168,7 @@ do
     return #listed / 2 < pool.prefillers or reserved ~= read('ZCARD', key.prefills)
   end
 
-  -- Return whether the key `limits` was lost: its counts of a limited flow's requests, or of tokens, are below the records'.
+  -- Return whether the key `limits` was lost: its counts of a limited flow's requests, or of tokens, are too low.
   local function is_limit_lost()
     local is_counted = endpoints.counts_flows or settings.token_caps
     if not is_counted or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
