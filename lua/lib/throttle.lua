@@ -1,7 +1,7 @@
 -- include: endpoints order
 -- Keeps the throttled members of each band, which dispatch skips: flow queues whose flow, or every endpoint that the
--- next request may use, is at its limit; with tenants, also flow queues and inner nodes whose own limits do not suffice for
--- the next request (lib/quotas.lua). The key `throttled:B` holds the start tags of throttled members in band B.
+-- next request may use, is at its limit; with tenants, also flow queues and inner nodes whose own limits do not suffice
+-- for the next request (lib/quotas.lua). The key `throttled:B` holds the start tags of throttled members in band B.
 --
 -- A flow queue that waits for room on endpoints keeps their names, its blockers, until it is empty: in the key
 -- `blockers`; the key `blocked:B:E` has the flow queues of band B with the blocker E. A flow queue with blockers is
