@@ -19,7 +19,7 @@ do
   local STEP_US = 1000000
   local SAVED_EVERY_US = 250000
   local offset_us, last_us, saved_us
-  local moved -- whether the clock's offset has changed, so that the call must store it
+  local moved -- whether the call must store the clock's offset, which has changed or could not be read
   local function set(us)
     now_us, last_us = us, us
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
@@ -279,7 +279,7 @@ local function reset_log()
   if logged > 0 then entries, logged = {}, 0 end
 end
 
--- Log an event that concerns a flow queue or the whole pool, and no single request.
+-- The request fields in the log entry of an event that concerns a flow queue or the whole pool, not a single request.
 local NO_REQUEST = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
   bytes = 0, owner = '', endpoints = '',

@@ -124,7 +124,7 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     return limit.period .. ' ' .. exact(limit.owed)
   end
 
-  -- Collects nodes whose next request may start now, since this call refunds or changes their limits or ends a waiting
+  -- Collect the nodes whose next request may start now: this call refunds or changes their limits, or ends a waiting
   -- request.
   local eased, eased_count = {}, 0
   function quotas.ease(node)

@@ -51,7 +51,7 @@ local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
   if base.adaptive == 1 then add_limits(base) else base.adaptive = nil end
-  -- If one of these settings changes, the order of queued requests changes.
+  -- If one of these settings changes, the order of queued requests may change.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]
