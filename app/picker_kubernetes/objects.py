@@ -160,8 +160,8 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
     """Find rewrites whose targets lead back to a matched model by way of other rules. Maps the name of such a
-    rewrite to the models in its cycle. The rewrites stay in use, because a target is never rewritten again.
-    Finds at most `_MOST_CYCLES` cycles."""
+    rewrite to the models in its cycle. The fleet still applies rewrites in a cycle: it rewrites a request's
+    model only once. Finds at most `_MOST_CYCLES` cycles."""
     rewrites = list(rewrites)
     targets = {
         model: [name for name in dict.fromkeys(split.names) if name != model]  # a rule may name its own model

@@ -48,7 +48,7 @@ for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 
 def debian(name: str) -> str:
-    """Path of a Debian program. AssertionError with the package's name if the program is missing."""
+    """Return the path of the program `name`; if it is missing, name the Debian package to install."""
     found = shutil.which(name)
     assert found, f"{name} is missing: install Debian's {name}"
     return found

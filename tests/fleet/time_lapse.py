@@ -48,8 +48,8 @@ BOUND = 4  # the pool's upper bound: requests in flight at both model servers
 class Server:
     """A blocking connection to a Valkey with a simulated clock.
 
-    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` seconds ahead of the event loop's.
-    `refuses` names the setting that, at 1, makes Valkey refuse writes; empty while Valkey accepts writes.
+    While `away` is true, Valkey is down and the connection sends nothing. Valkey's clock is `step_s` seconds
+    ahead of the event loop's. `refuses` names the Valkey setting that makes Valkey refuse writes, or is empty.
     """
 
     def __init__(self, host: str, port: int) -> None:

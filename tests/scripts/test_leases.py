@@ -109,7 +109,7 @@ async def test_a_replica_that_missed_the_end_of_a_request_does_not_restore_it(fl
     # Last seen before the end, or up to 2 s (LATE_MS) after it; if later, the id belongs to a new request.
     [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
-async def test_a_tombstone_stops_only_requests_seen_before_the_end(
+async def test_a_tombstone_blocks_a_renewal_unless_the_request_was_seen_after_its_end(
     fleet: OpenFleet, ended_s: float, seen_s: float, answer: str
 ) -> None:
     async with fleet("a", "b") as (it, a, b):

@@ -261,7 +261,7 @@ async def read_object(request: Request, limit_s: float) -> dict[str, Any]:
 
 
 def _without_repeats(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of pairs `members`. Raises ValueError if a key is given twice: one value would be lost."""
+    """Make a dict of a JSON object's key-value pairs. Raises ValueError if the object repeats a key."""
     found = dict(members)
     if len(found) < len(members):
         raise ValueError("a key is given twice")

@@ -170,8 +170,8 @@ class Admission:
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         """Return whether a request still has a placement made `age_s` seconds ago; if so, restart its lease.
 
-        Call this before Envoy gets a placement that is not new: if no stream of this replica owns the
-        request, nothing has renewed its lease yet.
+        An earlier placement is confirmed before Envoy gets the placement again: if no stream of this replica
+        owns the request, nothing has renewed the request's lease yet.
 
         Raises:
             StateUnavailable: there is no answer from Redis.

@@ -11,7 +11,7 @@ has to find the number at which an engine's batch is full and no request waits b
   The number of running requests shows how many fit, so the limit falls at once to that number and a slack.
   After a fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV
   cache that nears its end only ends the doubling: once it is full, the engine queues or preempts.
-- A limit at which a configured latency objective would be missed falls, and no limit grows that far.
+- A limit falls if requests at that limit would miss a latency objective, and never grows to such a value.
 - Limits of endpoints without a usable page move together (hill climbing): up by a fraction, and back unless
   the pool then completes more requests a second; at times down, and back unless the rate holds. After an
   endpoint has refused requests, its limit grows by small steps until the endpoint refuses again.

@@ -248,7 +248,7 @@ class Store:
         return self._client.submit("report_fault", args)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[TombstoneReply]:
-        """Store that the request ended `ago_s` ago; no renewal that saw it alive before then restores it."""
+        """Store that a request ended `ago_s` ago, so that no replica that saw it before its end restores it."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
