@@ -265,8 +265,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Runs at one rate: the share of requests that met both objectives, that were split, and p90 of the
-    times."""
+    """Results of the runs at one rate: fraction of requests that met both objectives (`attained`), fraction
+    that were split, and p90 of both times in seconds."""
 
     per_s: float
     attained: float

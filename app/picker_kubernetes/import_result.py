@@ -20,12 +20,12 @@ class Imported:
 
 
 def mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
-    """The list of objects in `section[key]`. Raises ConfigError, which names `where`, for any other value."""
+    """The objects in the list `section[key]`. ConfigError, which names `where`, if it is no such list."""
     return [mapping(each, where) for each in listed(section, key)]
 
 
 def listed(tree: Mapping[str, Any], key: str) -> list[Any]:
-    """The list in `tree[key]`, empty if the key is missing. Raises ConfigError for any other value."""
+    """The list in `tree[key]`, empty if the key is missing. Raises ConfigError if the value is no list."""
     value = tree.get(key)
     if value is None:
         return []

@@ -27,8 +27,8 @@ Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name of a plugin -> its
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """The plugin that handles a file's stages: the names of its profiles, and its threshold of uncached
-    tokens for `scheduling.stages.threshold` (None: the file has no threshold)."""
+    """The plugin that handles a file's stages: the names of its profiles, and the number of uncached tokens
+    to import as `scheduling.stages.threshold` (None: the file has no threshold)."""
 
     decode: str
     prefill: str

@@ -190,7 +190,7 @@ def _is_model(name: str) -> bool:
 
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
     """Compute priorities and splits from usable objects. If two rules match one model, the older object's
-    rule applies; of objects of one age, the one with the lesser name; within one object, the first rule."""
+    rule applies; of equally old objects, the one whose name sorts first; in one object, the first rule."""
     priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None

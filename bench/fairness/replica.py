@@ -2,7 +2,7 @@
 
 The fairness benchmark starts this process. Each line on stdin is a `Job`: the process joins the job's pool,
 prints `ready`, and waits for the line `go`. After `go` the process's clients send requests until the process
-reads `stop` and prints `done`. The process prints an error and exits; it also exits at the end of stdin.
+reads `stop` and prints `done`. After an error the process prints it and exits; it also exits when stdin ends.
 """
 
 import asyncio

@@ -149,7 +149,7 @@ async def _disturbed(
 
 
 def _ratios(pairs: Sequence[tuple[Figures, Figures]]) -> list[str]:
-    """Ratios of all figures except the last one."""
+    """Median over the pairs of runs of first run / second run, for each field of `Figures` but the last."""
     of_rounds = [
         [a / b if b else math.nan for a, b in zip(astuple(one)[:-1], astuple(two)[:-1], strict=True)]
         for one, two in pairs

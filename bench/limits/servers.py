@@ -131,7 +131,7 @@ class Figures:
 
 
 def best_bound(found: Mapping[int, Figures]) -> int:
-    """The bound with the least p95 TTFT among those with the highest throughput."""
+    """The bound with the lowest p95 TTFT among all bounds whose throughput is near the highest."""
     most = max(figures.tokens_per_s for figures in found.values())
     alike = [bound for bound, figures in found.items() if figures.tokens_per_s >= _ALIKE * most]
     return min(alike, key=lambda bound: found[bound].ttft_p95_s)

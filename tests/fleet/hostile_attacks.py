@@ -306,7 +306,7 @@ def _windows(size: int) -> bytes:
     return frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size))
 
 
-_RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a connection at 500 resets
+_RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a connection at 500 stream resets
 
 
 async def _reset(target: Target, number: int) -> str:

@@ -1,7 +1,7 @@
 """The faults, configurations and operators' changes that schedules draw (schedules.py).
 
-From the seed FIRST_SEED on, a schedule also draws some of EXTRAS: a configuration of SETTINGS, or a change of
-CHANGES, which is made and undone twice.
+A schedule whose seed is at least FIRST_SEED also draws some of EXTRAS. An extra is a configuration from
+SETTINGS, or a change from CHANGES, which the schedule makes and undoes twice.
 """
 
 import asyncio

@@ -504,7 +504,7 @@ class World:
     async def _fault(self, fault: Fault) -> None:
         await asyncio.sleep(max(fault.at_s - self.loop.time(), 0.0))
         if fault.kind not in HARMLESS:
-            # A replica that loses Redis does not know the last placements of others (docs/redis.md, limits).
+            # A replica that loses Redis does not know the last placements of other replicas (docs/redis.md).
             second_ago_s = self.loop.time() - 1.0
             self.unseen |= {name for name, each in self.running.items() if each.began_s > second_ago_s}
         begin_and_end = (KINDS | CHANGES)[fault.kind](self, self.nodes[fault.replica], fault)

@@ -300,7 +300,7 @@ async def test_new_decisions_appear_live_unless_the_list_is_put_on_hold(here: An
 
 @pytest.fixture(scope="module")
 def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A fleet with tokens for the admin API, without decision log; its start ends the fleet `here`."""
+    """A fleet with tokens for the admin API and no decision log; its start stops the fleet `here`."""
     file = tmp_path_factory.mktemp("tokens") / "alice"
     file.write_text("may-look")
     admin = {"token": "open-sesame", "tokens": [{"file": str(file), "role": "viewer"}]}

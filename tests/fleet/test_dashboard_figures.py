@@ -28,7 +28,7 @@ CONFIG = {
         "queue_ttl": "60s",
         "starvation_after": "2s",
     },
-    "request_queue_controller": {"initial_per_backend": 2, "max_per_backend": 2},  # so low that requests wait
+    "request_queue_controller": {"initial_per_backend": 2, "max_per_backend": 2},  # low, so requests wait
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
 }
 pytestmark = [

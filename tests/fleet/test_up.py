@@ -168,7 +168,7 @@ def test_a_state_file_that_cannot_be_written_is_refused_before_a_part_starts(
 async def test_sigterm_to_picker_up_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, unaudited="Valkey ends with the fleet", spawned=True)
     children = own.children()
-    assert len(children) == 4  # Valkey, simulator, replica and Envoy
+    assert len(children) == 4  # one process each: Valkey, simulator, replica, Envoy
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(30) == 0
     assert not any(child.is_running() for child in children)

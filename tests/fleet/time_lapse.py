@@ -49,7 +49,7 @@ class Server:
     """A blocking connection to a Valkey with a simulated clock.
 
     While `away` is true, Valkey is down and the connection sends nothing. Valkey's clock is `step_s` seconds
-    ahead of the event loop's. `refuses` names the Valkey setting that makes Valkey refuse writes, or is empty.
+    ahead of the event loop's. `refuses` names the setting that makes Valkey refuse writes, or is empty.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -42,7 +42,7 @@ def built() -> tuple[str, str, str, Path]:
 
 
 class ApiServer:
-    """etcd and kube-apiserver in `folder`. `api`: an administrator's client. The audit log has every call."""
+    """etcd and kube-apiserver in `folder`. `api`: an administrator's client. A log has every API call."""
 
     def __init__(self, folder: Path, binary: str, crds: Path) -> None:
         self.folder, self._binary, self._crds = folder, binary, crds

@@ -1,7 +1,7 @@
 """Kills prefill servers, decode servers and replicas while clients send requests that are split.
 
-Four endpoints prefill and four decode, in each mode. Prompts above a threshold are split. In mode `standard`
-no replica is killed, because that cuts the answers whose streams the replica owns (docs/operations.md).
+Four endpoints prefill the prompts above a threshold, four others decode, in each mode. In mode `standard` no
+replica is killed, because that cuts the answers whose streams the replica owns (docs/operations.md).
 """
 
 import argparse

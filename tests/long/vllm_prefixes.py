@@ -2,7 +2,7 @@
 events.
 
 Twice as many conversations run as fit into the servers' caches; a client sends the next turn of a random
-conversation. Each round starts a new fleet for each index in turn. Hits are by vLLM's own counters, in the
+conversation. Each round starts a new fleet for each index in turn. vLLM's own counters give the hits of the
 second half of a run. *Fixed*: the index assumes 31 250 blocks for each server. *Oracle*: one cache has the
 blocks of all servers. First, two checks of the KV events on their own.
 """

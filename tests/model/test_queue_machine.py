@@ -307,7 +307,7 @@ class QueueMachine(RuleBasedStateMachine):
             roomy = True
             self.base |= {"adaptive": adaptive, "limit_initial": initial, "limit_min": 1, "limit_max": 5}
             self.base["unit"] = "tokens" if in_tokens else "requests"
-        self.call("admit", "a", [Arrival("early")])  # nothing is published, so the pool is unknown
+        self.call("admit", "a", [Arrival("early")])  # no replica has published the pool's settings yet
         self.publish(("open", "open", "open" if roomy else "away", "open"))
         for level, node in zip(LEVELS, tenants or (), strict=False):
             self.change_tenants("a", "tenants", level, node)
@@ -475,9 +475,9 @@ class QueueMachine(RuleBasedStateMachine):
     def change_policy(self, caller: str, overrides: Fields) -> None:
         if self.has_tenants and overrides.get("fairness") == "none":
             overrides = {**overrides, "fairness": "round-robin"}
-        # Pause dispatch until the sweep has reordered all waiting requests. Before that, a flow queue mixes
-        # the old and the new order; the only promise is that no request is lost or served twice.
-        # tests/long/chaos.py covers that: it changes policies amid dispatch, and audits the log.
+        # Pause dispatch until the sweep has reordered all waiting requests. Before the sweep a flow queue
+        # mixes the old and the new order, and guarantees only that no request is lost or served twice.
+        # tests/long/chaos.py tests this guarantee: it changes policies amid dispatch, and audits the log.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()
         self.call("tune", caller, {"paused": None})

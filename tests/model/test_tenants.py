@@ -58,7 +58,7 @@ def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: Scri
     assert pool.granted == ["a/x2"]
 
 
-def test_a_charge_is_corrected_by_usage_and_refunded_without_service(side: ScriptSide) -> None:
+def test_reported_usage_corrects_a_charge_and_a_failure_without_usage_refunds_it(side: ScriptSide) -> None:
     node = {"limits": [limit("tokens", 60, 60_000)], "budget": {"units": 1000, "period": "month"}}
     pool = pool_of(side, {"a": node | {"over_limit": "reject", "max_parallel": 3}, "*/*": node}, **ROOMY)
     arrival = "{name} flow=a/{name} prompt_tokens=10 answer_tokens=5"

@@ -112,7 +112,7 @@ async def test_tokens_in_flight_are_counted_from_the_records_after_a_mode_change
         assert not await it.has("limits")
 
 
-async def test_limits_that_still_double_divide_no_load(fleet: OpenFleet) -> None:
+async def test_endpoints_whose_limits_still_double_get_equal_loads(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2, **FOUND) as (it, a):
         await set_limits(a, {A: 8, B: 16})
         for number in range(6):

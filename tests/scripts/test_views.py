@@ -277,7 +277,7 @@ async def test_a_page_cursor_of_another_list_is_refused(fleet: OpenFleet) -> Non
 async def test_flows_beyond_the_limit_max_flows_are_still_listed(fleet: OpenFleet) -> None:
     async with listed(fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
-        # Pages list all flows; a figure that would need all flows at once is None.
+        # The pages list all flows, but the fair share is None: it would need all flows at once.
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]
         assert {each["fair_share"] for each in flows} == {None}

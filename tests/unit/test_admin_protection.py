@@ -245,7 +245,7 @@ async def test_a_change_counts_as_ten_calls_and_a_first_change_passes_at_any_rat
     assert await passes(limit(0.1), method="POST")
 
 
-async def test_a_page_of_a_list_counts_by_its_rows() -> None:
+async def test_the_rate_limit_charges_a_list_call_by_its_number_of_rows() -> None:
     for query, pages in (
         ("", 6),
         ("?limit=20", 20),

@@ -44,7 +44,7 @@ def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
         for link in reversed(prompt):
             order[link] = None
             order.move_to_end(link)
-    newest_first = list(reversed(order))[:31]  # the index keeps evicted blocks, too: half as many as cached
+    newest_first = list(reversed(order))[:31]  # cached blocks, and half as many evicted blocks
     prompt = links(*asked)
     known = sum(1 for _ in itertools.takewhile(newest_first.__contains__, prompt))
 

@@ -95,9 +95,7 @@ async def test_in_lean_a_body_with_its_full_content_length_is_answered_at_once_i
 
 
 @pytest.mark.parametrize(("spare", "chunks"), [(0, 0), (1, 9)])
-async def test_one_message_carries_at_most_the_bytes_that_every_envoy_buffers(
-    spare: int, chunks: int
-) -> None:
+async def test_mode_lean_sends_a_body_above_512_kib_in_several_messages(spare: int, chunks: int) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)
     answers = await Talk().say(headers("lean"), body(ask))
     assert parts(answers) == ["request_headers"] + ["request_body"] * chunks

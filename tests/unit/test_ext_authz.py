@@ -111,7 +111,7 @@ async def test_the_answer_to_a_placement_has_endpoints_and_fields_for_the_access
     assert stage.metrics.answers == [("http", "llama", "ok")]
 
 
-async def test_headers_of_a_request_in_mode_http_reach_the_gate() -> None:
+async def test_flow_ttl_and_endpoint_subset_are_read_from_headers_in_mode_http() -> None:
     async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
         hint = '["10.0.0.1:8000","10.0.0.2:8000"]'
         named = {"x_llm_d_inference_fairness_id": "tenant", "x_llm_d_inference_ttl": "3s"}
@@ -121,7 +121,7 @@ async def test_headers_of_a_request_in_mode_http_reach_the_gate() -> None:
     assert request.subset == ("10.0.0.1:8000", "10.0.0.2:8000")
 
 
-async def test_a_client_receives_the_refusal_of_the_gate() -> None:
+async def test_a_client_in_mode_http_receives_the_error_with_which_admission_refuses() -> None:
     async with staged(ScriptedGate(ExpiredTtl("late", retry_after_s=7))) as stage:
         reply = await stage.ask(check())
     assert (CARRIED[503], "expired_ttl") == (reply.status, reply.error)

@@ -56,7 +56,7 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
     ]
 
 
-def test_without_profiles_every_scorer_is_imported_once() -> None:
+def test_every_scorer_of_a_file_without_profiles_is_imported_once() -> None:
     result = imported(plugins=[{"type": "queue-scorer"}, {"type": "lora-affinity-scorer"}])
     assert [each["name"] for each in result.tree["scheduling"]["scorers"]] == ["queue-depth", "lora-affinity"]
 

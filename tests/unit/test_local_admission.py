@@ -262,7 +262,7 @@ async def test_a_request_past_its_ttl_or_deadline_is_refused() -> None:
     for ttl_s, since_s in ((30.0, 31.0), (0.01, 0.0)):
         with pytest.raises(ExpiredTtl) as caught:
             await start(gate, "any", since_s, ttl_s=ttl_s)
-        # A passed deadline that the client set has an error of its own.
+        # If the client set the deadline, its request gets DeadlineExceeded instead of ExpiredTtl.
         with pytest.raises(DeadlineExceeded):
             await start(gate, "own", since_s, ttl_s=ttl_s, by_client=True)
     assert caught.value.retry_after_s == 1

@@ -85,7 +85,7 @@ def test_all_replicas_together_grant_the_burst_and_the_rate_of_a_limit(
         assert granted <= 50 + 0.1 * now_ms[0] + (50 * live if live > 1 else 0) + 1e-6
 
 
-def test_a_charge_is_corrected_by_usage_and_refunded_without_service() -> None:
+def test_reported_usage_corrects_a_charge_and_a_failure_without_usage_refunds_it() -> None:
     budget = {"units": 1000.0, "period": "day"}
     node = {"limits": [{"tokens": 100, "per": "1m"}], "budget": budget, "max_parallel_requests": 2}
     prices = {"m": Price(prompt=1.0, cached=0.1, answer=3.0)}

@@ -237,7 +237,7 @@ async def test_replicas_follow_a_stream_that_was_deleted_and_created_again(fleet
         await until(lambda: replica.completions(B) == 1)
 
 
-async def test_a_replica_without_redis_learns_only_its_own_picks_then_follows_the_stream(valkey: Server) -> None:
+async def test_a_replica_without_redis_learns_its_own_picks_then_follows_the_stream(valkey: Server) -> None:
     valkey.kill()
     one, other = map(Fleet(valkey.url).replica, ("one", "other"))
     async with following(one, other, caught_up=False):

@@ -30,7 +30,7 @@ class ConnectionLimits:
     """Limits for clients' connections. The server checks the time limits once a second."""
 
     connections: int = 256  # maximum open connections; one address may have half of them
-    request_s: float = 15.0  # longest time from the start or the last answer until a request is complete
+    request_s: float = 15.0  # longest time from the connection's start or last answer to a complete request
     stalled_s: float = 15.0  # longest time that a client may leave an answer unread
     overhead_bytes: int = 16 * 1024  # largest size of a request without its body
     headers: int = 128  # maximum headers of a request: a short header takes as long as a long one

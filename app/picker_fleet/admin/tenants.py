@@ -1,7 +1,7 @@
 """The tree of tenants in the admin API: each node's settings, balances and shares, and operators' changes.
 
 `TenantTree` works through the shared state, so a change is in force for the whole fleet with the next
-decision. `add_routes` adds the calls to the API.
+decision. `add_routes` adds these API calls to an HTTP server.
 """
 
 import asyncio
@@ -204,8 +204,8 @@ class TenantTree:
 
 
 def _steps(tree: Tree, flow: str) -> Iterator[tuple[str, str]]:
-    """Each node of a flow after its parent, from the top. A flow such as `/key` is a child of the root, whose
-    path is '', too."""
+    """The pairs (parent's path, child's path) on a flow's way from the root down. The root has the path '';
+    a flow without tenant, such as `/key`, is the root's child."""
     return itertools.pairwise(("", *filter(None, tree.paths(flow))))
 
 

@@ -255,7 +255,7 @@ class Quotas:
         for node, limit in self._charged(charge):
             if refunds or limit.unit == "parallel":
                 self._give_back(node, limit, self._estimate(limit.unit, charge))
-        if not charge.started:  # while it waited, the request may have throttled its nodes
+        if not charge.started:  # a waiting request may have throttled its nodes
             queueing = (node for node in nodes if node.over_limit == "queue")
             self._eased |= {node.path: None for node in queueing if self._uncharged(node, charge)}
         if refunds and charge.limits:

@@ -108,7 +108,7 @@ class SharedQueue:
 
     `Membership` sets the attributes `retry_after_s`, the Retry-After of requests refused after a wait, and
     `expected_wait_s`, the time to dispatch all waiting requests. The queue calls `on_unknown_pool` when the
-    shared state has lost the pool. `tenants` returns limits that refusals name.
+    shared state has lost the pool. `tenants` returns the limits that refusals name.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class BodyBudget:
         return self.held_bytes + size_bytes <= limit_bytes
 
     def _drop_slowest(self) -> None:
-        """Drop the unfinished body with most bytes times seconds too slow; BufferFull if none is too slow."""
+        """Drop the unfinished body with the largest bytes * seconds late; BufferFull if no body is late."""
         now_s = self._clock()
         if now_s > self._none_until_s:
             late = {body: (now_s - until_s) * body.size_bytes for body, until_s in self.unfinished.items()}

@@ -55,7 +55,7 @@ _RANKS: Mapping[str, Aggregation] = MappingProxyType(
 class Engine:
     """The series of one engine's metrics page, and the paths that report its state.
 
-    Each metric may have several series; the first of these series that the page has counts. `preemptions`
+    A field may list several series; the first listed series on the page supplies the value. `preemptions`
     counts how often the engine has interrupted a request for want of KV cache. `awake` is 0 while the engine
     sleeps. The product of the series `kv_size` is the number of tokens in the KV cache (of an info series:
     the product of its labels `num_gpu_blocks` and `block_size`). `prefix_queries` counts the prompts' tokens

@@ -32,7 +32,7 @@ class KnownFleet:
         self.tenants = None if tenants is None else Tree(tenants.nodes, tenants.separator)
 
     def prompt_line(self, model: str) -> PromptLine:
-        """The line that gives the cost of a prompt for `model`."""
+        """The linear function by which `model`'s prompts are costed."""
         return self.prompt_lines.get(model, UNLEARNED)
 
     @property

@@ -55,7 +55,7 @@ def _scorer_name(value: str) -> str:
     """Return `value` if it names a built-in or an installed scorer.
 
     Raises:
-        ValueError: no scorer has that name, so the message lists the valid names; or the scorer is unusable.
+        ValueError: no scorer has the name `value` (the message lists the valid names), or it is unusable.
     """
     extensions.find(extensions.SCORERS, value, BUILT_IN)
     return value

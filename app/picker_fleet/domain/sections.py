@@ -163,7 +163,7 @@ class AdminToken(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
-    token_file: FilePath | None = None  # file with the token, if `token` is unset; an empty file gives none
+    token_file: FilePath | None = None  # file with the token if `token` is unset; empty file: no token
     tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens, each with a role
     tls: Tls | None = None
     hosts: tuple[HostName, ...] = ()  # accepted Host headers besides loopback and this machine's name

@@ -167,7 +167,7 @@ def without_secrets(text: str) -> str:
 
 
 def has_control(text: str) -> bool:
-    """Whether `text` contains a control character. Names in the shared state contain no such character: keys
+    """Whether `text` contains a control character. Names in the shared state have no control characters: keys
     join names by byte 0x1F, and records end names by byte 0."""
     return _CONTROL.search(text) is not None
 

@@ -517,7 +517,7 @@ class _Target:
 
 
 async def _pass_over(answer: Exchange) -> None:
-    """Read and discard a short body, so that the connection can be kept. A long or late body is given up."""
+    """Read and discard a short body, so that the connection can be kept; stop reading a long or late body."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_BODY_S):
             bytes_left = _MOST_BODY_BYTES

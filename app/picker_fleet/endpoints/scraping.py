@@ -43,7 +43,7 @@ def _hash(text: str) -> bytes:
 
 
 class Assignment:
-    """Assigns endpoints to `replicas`. Hashes only new endpoints, of which a large pool has few at a time."""
+    """Assigns to each of `replicas` the endpoints that it scrapes. Hashes only new endpoints, for speed."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self.replicas = replicas

@@ -70,7 +70,7 @@ class ReplicaInfo:
 
 
 class EnvoyLimits:
-    """Warns, once for each Envoy, if the Envoy's streams to the fleet stay at the default limit."""
+    """Warns once for each Envoy that stays at Envoy's default limit of streams to the fleet."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s

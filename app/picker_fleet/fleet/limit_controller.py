@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 _SLACK: Final = 1 / 16
 _SLACK_S: Final = 0.3
 _REMEMBERED: Final = 0.98  # each page lowers the remembered maximum of requests on their way to this part
-_KV_NEAR: Final = 0.9  # KV cache in use at which a limit ceases to double
+_KV_NEAR: Final = 0.9  # fraction of the KV cache in use at which a limit ceases to double
 # Preemptions on the kept pages are a signal above this fraction of the batch and of the ended requests: a
 # preempted request repeats only its prefill, so fewer preemptions cost less than a lower limit.
 _PREEMPTED: Final = 1 / 4

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 _TURNS_A_STEP: Final = 4  # a connection's turn takes at most a quarter of a step's work
 _CANCEL_WORK: Final = 10  # units of work for cancelling a task
-_TICK_S: Final = 0.005  # after this many seconds, strangers that have used up their work get more
+_TICK_S: Final = 0.005  # seconds until untrusted connections that have used up their work get more
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Turns:
         self._strangers_work = strangers_work
         self._strangers_left = self._strangers_most = float(max(step_work, strangers_work))
         self._trusted, self._strangers = Line(), Line()
-        self._numbers = itertools.count()  # workers with equal tags take turns in order of arrival
+        self._numbers = itertools.count()  # arrival numbers: they order workers with equal tags
         self._cancelled: deque[asyncio.Task[Any]] = deque()
         self._loop = asyncio.get_running_loop()
         self._renewed_s = self._loop.time()

@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
             stream.task = self.loop.create_task(stream.serve())
 
     def _read(self) -> bool:
-        """Read frames of `_tail` until the turn's work is done. Returns whether frames may remain unread."""
+        """Read frames of `_tail` within the turn's limit of work; return whether unread frames may remain."""
         data, at, is_unread = self._tail, 0, False
         try:
             if not self._settled:

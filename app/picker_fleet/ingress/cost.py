@@ -45,7 +45,7 @@ SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # members t
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
-_MOST_PARSED_BYTES = 64 * 1024  # count elements of longer lists unparsed; ignore longer sections
+_MOST_PARSED_BYTES = 64 * 1024  # count a longer list's elements without parsing it; ignore a longer section
 _LONGEST_NUMBER = 400  # maximum bytes of a number in JSON: no finite number needs more
 
 _IN_PROMPT = frozenset((*PROMPT_MEMBERS, *_ALL_PROMPTS, *media.MEMBERS, "query"))

@@ -162,7 +162,7 @@ def _is_plain(value: object) -> bool:
 
 
 class _File:
-    """A file of `size_bytes`. `read(at, count)` returns `count` of its bytes, or fewer at the file's end."""
+    """A media file in a request. `read(at, count)` returns `count` of its bytes, or fewer at its end."""
 
     def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
         self._bytes, self._size_bytes = read, size_bytes

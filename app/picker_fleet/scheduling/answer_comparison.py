@@ -96,8 +96,8 @@ class AnswerComparison:
         self._endpoints = 0  # number of endpoints in `_compared`
 
     def compare(self, end: Completion, token: str) -> Completion:
-        """Return `end`, the end of the request with accounting token `token`, with `is_odd` set if its answer
-        is odd, and with a `fault` if its endpoint fails."""
+        """Compare the answer in `end` with other endpoints' answers. Returns `end`, with `is_odd` set if the
+        answer is odd, and with a `fault` if its endpoint fails. `token` is the request's accounting token."""
         is_answer = token and end.is_read and end.outcome is Outcome.COMPLETED and not end.fault
         if not is_answer or end.service_s is None:
             return end

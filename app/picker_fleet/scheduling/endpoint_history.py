@@ -267,7 +267,7 @@ class PrefixIndex:
 
     def holders(self, hashes: Sequence[bytes], most: int) -> list[str]:
         """At most `most` endpoints: first the endpoints that have served the longest prefix of `hashes`, then
-        some that have served less. Returns an empty list unless holders are kept.
+        some that have served less. Returns [] if the index keeps no holders.
 
         Finding the longest prefix takes about log2(len(hashes)) lookups; shorter prefixes take as many.
         """

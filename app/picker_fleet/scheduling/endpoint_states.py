@@ -85,7 +85,7 @@ class EndpointStates:
             return
         if snapshot.version != self._version:
             self._take(snapshot)
-        self._index.retain(self._all_addresses)  # late routes may name endpoints that have left
+        self._index.retain(self._all_addresses)  # a late route may name a removed endpoint
         self._refreshed_s = now_s
         self._readings = self._cache.snapshot()
         self._in_flight = self._fleet.prefills if self._stage == "prefill" else self._fleet.in_flight

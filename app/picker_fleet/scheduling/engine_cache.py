@@ -233,7 +233,7 @@ class EngineCache:
 
 
 def _count(links: Sequence[bytes], last: Callable[[bytes], int], after: int) -> int:
-    """The number of `links`, counted from the first, whose `last` request is later than `after`."""
+    """The number of leading `links` whose last request (by `last`) has a higher number than `after`."""
     low, high = 0, len(links)
     while low < high:
         middle = (low + high) // 2

@@ -44,8 +44,8 @@ class CostFacts(NamedTuple):
     """A request whose cost is to be estimated.
 
     `sequences`: the request's prompts times the answers per prompt. `prompt_tokens` and `answer_tokens` are
-    our own estimates, `answer_tokens` 0 if the request has no maximum. `members` are the members of its JSON
-    body, each decoded or a JSON text (memoryview, msgspec.Raw).
+    the picker's estimates; `answer_tokens` is 0 if the request sets no maximum. `members` are the members of
+    the request's JSON body, each decoded or a JSON text (memoryview, msgspec.Raw).
     """
 
     model: str

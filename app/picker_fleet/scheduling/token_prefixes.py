@@ -110,7 +110,7 @@ class TokenPrefixes:
         return tuple(each[at : at + HASH_BYTES] for each in joined for at in range(0, len(each), HASH_BYTES))
 
     def _learn(self, pairs: Sequence[bytes]) -> None:
-        """Keep the pairs of a TokensRecord."""
+        """Keep the pairs (link, hash of a prompt's block) of a TokensRecord from the stream."""
         for link, block in zip(pairs[::2], pairs[1::2], strict=False):
             joined = self._by_link.pop(link, b"")
             if block not in (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)):

@@ -74,7 +74,7 @@ _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "Redis cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # maximum library loads per message: beyond, a client keeps flushing the library
+_MAX_LOADS = 5  # maximum library loads per message, in case a client keeps flushing the library
 _FOLLOW_S = 2.0  # seconds between two lookups of the primary at Sentinels or Cluster
 _LOAD_AGAIN_S = 1.0  # pause before loading a refused library again
 _DENIED_RETRY_S = 0.05
@@ -203,7 +203,7 @@ class Message(msgspec.Struct, eq=False):
 
 
 def _without_ended(calls: list[Call], ends: Iterable[Call]) -> list[Call]:
-    """`calls`, to be sent again, without the renewals of the requests that `ends` end."""
+    """Remove the renewals of requests that `ends` end from `calls`; return the calls to send again."""
     ended = {item.args[0] for call in ends for item in call.items}
     kept: list[Call] = []
     for call in calls:

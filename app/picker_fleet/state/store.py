@@ -248,7 +248,7 @@ class Store:
         return self._client.submit("report_fault", args)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[TombstoneReply]:
-        """Store that a request ended `ago_s` ago, so that no replica that saw it before its end restores it."""
+        """Store that a request ended `ago_s` ago: replicas that saw it only earlier cannot restore it."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
@@ -406,8 +406,8 @@ class Store:
         return parse_found_limits(await self._client.command("HGET", self.keys.pool, "limit_state"))
 
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
-        """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: from the
-        configuration, or of operators. The path '' may come first, with a version: nothing is changed unless
+        """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: set by the
+        configuration, or by operators. The path '' may come first, with a version: nothing is changed unless
         this version is in force. Returns the new version; '' while the pool is unknown; STALE."""
         version, left = "", list(nodes.items())
         while left:
@@ -438,7 +438,7 @@ class Store:
         return configured or "", changed or ""
 
     async def top_up_tenant(self, path: str, unit: str, per: str, amount: float) -> float | None:
-        """Lower the used part of a tenant's limit by `amount`, at most to 0; `per` is as in LimitRow. Returns
+        """Lower the used part of a tenant's limit by `amount`, at most to 0; LimitRow explains `per`. Returns
         the free part of the limit; None if the node has no such limit."""
         (left,) = await self._call("top_up_tenant", path, unit, per, amount, secrets.token_hex(16))
         return float(left) if left else None

@@ -182,7 +182,7 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Promise]]] = {
 _NEAR = 0.9  # a flow must get at least this part of its fair share, less _EDGE requests
 _EDGE = 3  # a count may lack this many requests, which wait when counting begins or ends
 _SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
-_AT_ONCE_S = 1.0  # a request refused after more seconds was admitted and then preempted
+_AT_ONCE_S = 1.0  # a request refused later than this was first admitted and then preempted
 _GOES_ON = 0.5  # without Redis, the fleet must keep this part of its throughput (G8)
 _OVER_S = 1.0  # after so many seconds of an outage, all calls to Redis in flight have failed
 

@@ -181,8 +181,8 @@ class RunResult:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """The end and length of each wait of `source` by the decision log; without a log, of each time to the
-        first token."""
+        """The (end, length) of each wait of `source`'s requests, from the decision log. Without a log, the
+        end and length of each time to the first token."""
         if self.has_dispatches:
             return [(dispatch.at_s - self.wall_s, dispatch.wait_s) for dispatch in self.dispatches_of(source)]
         return [

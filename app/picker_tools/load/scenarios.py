@@ -27,7 +27,7 @@ ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # seconds for an ans
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A population of clients. `load` is their demand relative to the fleet's capacity (1: all of it).
+    """A population of clients. `load` is the clients' demand as a fraction of the fleet's capacity.
 
     If `objective` is '', the source's requests name no objective.
     """

@@ -3,8 +3,8 @@
 `picker up` starts its parts by this program, so that no part survives even if `picker up` is killed. The
 Makefile starts `picker up` by this program, so that the fleet stops with `make`. Linux sends the signal to a
 child that has requested it by prctl. A pre-exec hook would run Python between fork and exec, in a process
-that may have copied locks of other threads. So this program requests the signal after its own exec and then
-execs COMMAND, which keeps process id and request. On systems other than Linux the program only execs COMMAND.
+that may have copied locks of other threads. So this program requests the signal only once it runs, and then
+execs COMMAND, which inherits the request. On systems other than Linux the program only execs COMMAND.
 The program imports nothing of the package, so that it starts without site-packages in a few milliseconds.
 """
 

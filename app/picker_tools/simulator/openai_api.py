@@ -1,8 +1,8 @@
 """The simulated model server's formats, as of OpenAI's API: request bodies, answers and errors. Pure.
 
 A stream has one event for each token (the last one has the finish reason), then `[DONE]`. If the client asked
-for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. If the client did not
-ask, the last token's event includes usage, so that the client can read `choices[0]` of every event.
+for usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. If the client did
+not ask, the last token's event includes usage, so that the client can read `choices[0]` of every event.
 """
 
 import hashlib

@@ -251,7 +251,7 @@ class Top(App[None]):
         self._totals: dict[str, int] = {}  # view that reads only some rows -> total number of its rows
         self._shown: Sequence[Row] = ()
         self._sorter = 0  # number of the column by which rows are sorted; 0: rows are in the API's order
-        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # requests in flight, waiting
+        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # (in flight, waiting)
 
     def compose(self) -> ComposeResult:
         yield self._head

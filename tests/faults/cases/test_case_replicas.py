@@ -44,7 +44,9 @@ async def test_no_client_notices_killed_replicas(faulty: Callable[..., Any], cas
 
 
 @pytest.mark.short_form("http")
-async def test_a_replica_stopped_beyond_leases_keeps_a_bound(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_replica_stopped_for_longer_than_its_leases_keeps_the_bound(
+    faulty: Callable[..., Any], case: Case
+) -> None:
     stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
     # The clients keep as many requests running as the pool may; three replicas serve it.

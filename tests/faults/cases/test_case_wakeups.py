@@ -1,6 +1,6 @@
 """While all wake-ups are lost, every request is still served, at nearly the same throughput.
 
-Periods with and without wake-ups alternate on a fleet, so that a busy machine slows all alike. The short
+Periods with and without wake-ups alternate on a fleet, so that a busy machine slows both alike. The short
 form requires half of the throughput in the better of two turns; heartbeats alone reach a third.
 """
 

@@ -50,8 +50,8 @@ _FEW_TOKENS, _BYTES_A_TOKEN = 1024, 4  # rename while a chunk's first n bytes ha
 _TOKENS_A_UNIT = 2  # tokens that `ModelRename` reads in a unit of work
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model here
-# Matches the JSON member `error` and captures its numeric code. Text within a JSON string never matches,
-# since quotes are escaped there.
+# Matches the JSON member `error` and captures its numeric code. The pattern never matches text within a JSON
+# string, because a string's own quotes are escaped.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
@@ -202,10 +202,10 @@ class UsageReader:
     """Reads the token counts that an answer reports.
 
     The reader keeps the answer's end (and at most one chunk more), which usually has the usage, and the
-    answer's first 4 KiB, for servers that report usage before a long text. Of a plain JSON answer, the reader
-    also keeps the last usage between start and end. The reader parses the kept text once, after the answer's
-    end, so the cost does not grow with the number of chunks. If the reader has not kept the whole answer, it
-    parses only a few excerpts of a few KiB.
+    answer's first 4 KiB, for servers that report usage before a long text. If the answer is plain JSON, the
+    reader also keeps the last usage between these two parts. The reader parses the kept text once, after the
+    answer's end, so the cost does not grow with the number of chunks. If the reader has not kept the whole
+    answer, it parses only a few excerpts of a few KiB.
     """
 
     def __init__(self) -> None:
