@@ -270,7 +270,7 @@ async def test_media_are_encoded_by_ready_servers_that_clients_cannot_name(tmp_p
         assert {row["in_flight"] for row in await here.get("endpoints")} == {0}
 
 
-async def test_the_bootstrap_removes_a_prefill_header_of_another_name_as_well(tmp_path: Path) -> None:
+async def test_the_bootstrap_also_removes_a_prefill_header_of_a_configured_name(tmp_path: Path) -> None:
     own = {
         "scheduling": {
             "stages": {"threshold": 100, "header": "x-prefill-at", "encode": {"header": "x-encode-at"}}

@@ -152,7 +152,7 @@ async def test_endpoints_that_prefill_are_labelled_and_serve_no_request(fleet: A
             assert (answer.status_code, roles[answer.headers["x-served-by"]]) == (200, "decode")
 
 
-def test_prefill_must_leave_an_endpoint_that_decodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_prefill_must_leave_an_endpoint_that_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", "--endpoints", "2", "--prefill", "2"]) == 2
     assert "--prefill 2 leaves none of --endpoints 2 to decode" in capsys.readouterr().err
 

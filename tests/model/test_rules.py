@@ -304,7 +304,7 @@ def test_the_retry_after_header_is_the_time_that_the_queue_takes_to_drain(side: 
     assert pool.admit("late") == ["refused total-capacity 6"]
 
 
-def test_the_drain_rate_of_a_pool_with_an_empty_queue_falls_to_zero(side: ScriptSide) -> None:
+def test_the_drain_rate_of_an_empty_queue_falls_to_zero(side: ScriptSide) -> None:
     pool = holding(side, "p1", "p2")
     pool.sweep()
     pool.passes(1000)

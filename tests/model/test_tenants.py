@@ -178,7 +178,7 @@ def test_the_end_of_a_request_lets_the_next_request_of_its_tenant_start(side: Sc
 
 
 @pytest.mark.parametrize(("how", "granted"), [("used less", "big"), ("unserved", "big"), ("left", "two")])
-def test_released_balance_starts_the_next_request_at_once(side: ScriptSide, how: str, granted: str) -> None:
+def test_freed_balance_starts_a_waiting_request_at_once(side: ScriptSide, how: str, granted: str) -> None:
     pool = pool_of(side, {"a": {"budget": {"units": 30, "period": "month"}}}, **ROOMY)
     for name, tokens in (("one", 20), ("big", 25), ("two", 10)):
         pool.admit(f"{name} flow=a/{name} prompt_tokens={tokens}")
@@ -242,7 +242,7 @@ def test_a_waiting_request_above_a_lowered_burst_is_refused_and_others_go_on(sid
     assert pool.events == [], "request three goes on waiting"
 
 
-def test_a_new_limit_in_flight_counts_running_before_waiting_requests(side: ScriptSide) -> None:
+def test_a_new_limit_on_requests_in_flight_counts_running_before_waiting_requests(side: ScriptSide) -> None:
     pool = pool_of(side, {"a": {"weight": 1}}, upper_per=2)
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
     pool.call("set_tenants", "tenants", {"a": json.dumps({"max_parallel": 2, "over_limit": "reject"})})

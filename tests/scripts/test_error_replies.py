@@ -113,7 +113,7 @@ def test_an_error_reply_is_classified_by_its_code_and_never_by_a_clients_text(er
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
-async def test_a_call_is_repeated_after_a_passing_server_error(
+async def test_a_call_is_repeated_after_a_temporary_server_error(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:

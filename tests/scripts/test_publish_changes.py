@@ -61,7 +61,7 @@ async def test_publishing_changed_endpoints_equals_publishing_all_of_them(valkey
             await each.settle(*(f"r{number}" for number in range(40)))
 
 
-async def test_changes_to_another_version_of_the_endpoints_are_ignored(valkey_url: str, pool: str) -> None:
+async def test_a_change_to_another_version_of_the_endpoints_is_ignored(valkey_url: str, pool: str) -> None:
     async with running(valkey_url, pool, "a", endpoints=0) as (it, a):
         first, second = addresses(2)
         await publish(a, {first: Endpoint(first)}, "v1")

@@ -38,7 +38,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
         await replica.settle(request_id)
 
 
-async def test_a_batch_queues_all_arrivals_except_those_of_a_broken_flow(fleet: OpenFleet) -> None:
+async def test_a_batch_queues_all_arrivals_except_arrivals_of_a_broken_flow(fleet: OpenFleet) -> None:
     # The stock is full, and the queue key of one flow has the wrong type.
     async with fleet("a", full=True) as (it, a):
         async with broken(it):

@@ -116,7 +116,7 @@ def use_up(it: TenantPool, nodes: dict[str, Any]) -> None:
     assert Counter(it.ask(leaf) for leaf in LEAVES * 2) == {"placed": 40, "queued": 40}
 
 
-def test_a_raised_limit_starts_its_nodes_waiting_request_at_once_whoever_else_waits(it: TenantPool) -> None:
+def test_a_raised_limit_of_a_node_starts_the_nodes_request_although_other_nodes_wait(it: TenantPool) -> None:
     use_up(it, {leaf: limited(1) for leaf in LEAVES})
     it.set_nodes({LEAVES[-1]: limited(2)}, "tenant_changes")
     assert it.queued() == 39
@@ -130,7 +130,7 @@ def test_repeated_sweeps_start_the_requests_of_all_nodes_whose_default_limit_ris
     assert it.queued() == 0
 
 
-def test_one_sweep_after_another_reaches_each_throttled_flow(it: TenantPool) -> None:
+def test_successive_sweeps_reach_every_throttled_flow(it: TenantPool) -> None:
     use_up(it, {leaf: limited(1) for leaf in LEAVES})
     assert [it.ask("last", limit=1) for _ in range(2)] == ["placed", "queued"]
     it.publish(*addresses(2), version="f", upper_per=100, tenants=TREE)  # flow `last` may now run two

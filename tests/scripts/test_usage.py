@@ -113,7 +113,7 @@ async def test_the_usage_of_a_large_hour_is_exported_in_parts_and_in_order(fleet
         assert names == sorted(f"t{number}" for number in range(1000))
 
 
-async def test_few_hours_of_usage_are_read_at_once(fleet: OpenFleet) -> None:
+async def test_at_most_two_usage_exports_read_an_hour_at_once(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
         hour = a.store.now_ms() // HOUR_MS
         await it.redis.eval(FILL, 1, it.keys.usage(hour), 1000)

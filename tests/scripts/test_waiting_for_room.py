@@ -150,7 +150,7 @@ def test_a_grant_of_a_silent_replica_holds_up_its_flow_until_the_sweep(waiting: 
     assert waiting.end("q0") == ["q1"]
 
 
-def test_requests_that_may_now_use_another_endpoint_follow_one_another(waiting: WaitingPool) -> None:
+def test_requests_are_granted_one_by_one_once_they_may_use_another_endpoint(waiting: WaitingPool) -> None:
     waiting.starts(1)
     waiting.arrive("runs")
     waiting.waits("q0", "q1", "q2")
@@ -163,7 +163,7 @@ def test_requests_that_may_now_use_another_endpoint_follow_one_another(waiting: 
 
 
 @pytest.mark.parametrize("lost", ["blockers", "pending", "blocked:1:e:1"])
-def test_a_flow_goes_on_after_its_blockers_were_lost(waiting: WaitingPool, lost: str) -> None:
+def test_a_flow_that_waits_for_room_is_served_after_redis_lost_a_key(waiting: WaitingPool, lost: str) -> None:
     waiting.starts(1)
     waiting.arrive("runs")
     waiting.waits("q0", "q1")

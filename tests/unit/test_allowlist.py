@@ -232,7 +232,7 @@ TRUSTED = [
 
 
 @pytest.mark.parametrize(("named", "expected"), TRUSTED)
-def test_trusting_one_spelling_of_a_header_trusts_both(named: list[str], expected: frozenset[str]) -> None:
+def test_trusting_a_header_in_one_spelling_trusts_both(named: list[str], expected: frozenset[str]) -> None:
     names = parse({"extproc": {"trusted_headers": named}}).extproc.trusted_headers
     assert trusted(names) == expected
     assert set(untrusted(names)) == {*FAIRNESS_ID, *OBJECTIVE, *REWRITE, *NEVER_TRUSTED} - expected

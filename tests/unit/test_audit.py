@@ -201,7 +201,7 @@ def test_decisions_made_while_the_log_was_off_are_no_violation() -> None:
     assert report.remarks == (f"the log was off after entry {off}",)
 
 
-def test_memory_grows_with_open_requests_and_not_with_the_log() -> None:
+def test_the_audits_memory_grows_with_open_requests_and_not_with_the_log() -> None:
     # The queue stays short; each request has a new flow.
     queue = QueueSimulator(endpoints=1)
     for i in range(3_000):

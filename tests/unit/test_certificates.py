@@ -292,7 +292,7 @@ async def test_a_flood_of_tls_handshakes_keeps_no_other_address_out(monkeypatch:
     listening.close()
 
 
-async def test_tls_handshakes_of_a_flood_start_slowly_and_those_of_other_addresses_at_once() -> None:
+async def test_tls_handshakes_of_a_flooding_address_start_slowly_and_of_other_addresses_at_once() -> None:
     handshakes = tls_port._Handshakes()
     flood = [handshakes.turn("127.0.0.2") for _ in range(100)]
     async with asyncio.timeout(PATIENT_S):

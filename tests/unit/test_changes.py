@@ -322,7 +322,7 @@ async def test_each_change_is_logged_and_listed_with_its_operator(
     assert all("bob" in line and "\u202e" not in line for line in lines)
 
 
-async def test_the_log_leaves_out_no_change_of_several_in_a_second(
+async def test_each_of_several_changes_within_a_second_has_a_log_line(
     store: ScriptedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client_at(api(store=store), LOCAL, "http://127.0.0.1:8081") as http:

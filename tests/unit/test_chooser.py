@@ -169,7 +169,7 @@ def test_similar_requests_share_cached_choices_that_begin_with_each_of_the_best_
     assert next(iter(known.choose(prefix=(b"one", b"two", b"three")))) == C
 
 
-async def test_replicas_share_only_successful_completions_without_the_wait_in_the_queue() -> None:
+async def test_replicas_share_only_service_times_of_successful_requests_without_queue_waits() -> None:
     known = Knowledge(Endpoint(A), latency=1)
     good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
     failed = ({"outcome": Outcome.UPSTREAM_FAILED}, {"status": 404}, {"status": 0})

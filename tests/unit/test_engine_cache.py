@@ -35,7 +35,7 @@ def test_with_the_right_capacity_the_prefix_index_predicts_exactly_what_an_lru_c
 
 
 @given(prompts, st.tuples(st.integers(0, 8), st.integers(1, 9)))
-def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since(
+def test_the_rank_of_a_prompts_blocks_is_the_number_of_blocks_used_since_their_last_use(
     served: list[tuple[int, int]], asked: tuple[int, int]
 ) -> None:
     index, order = PrefixIndex(per_endpoint=20, in_total=1000), OrderedDict[bytes, None]()

@@ -223,7 +223,7 @@ async def test_a_compressed_body_is_forwarded_as_received_or_decoded_to_rename_i
 
 @every_mode
 @pytest.mark.parametrize("change", [-1, 12])
-async def test_the_length_of_the_body_counts_and_not_its_content_length_header(
+async def test_a_request_is_placed_by_its_bodys_length_and_not_its_content_length_header(
     mode: str, change: int
 ) -> None:
     # An earlier Envoy filter has changed the length of the body, but not the content-length header.
@@ -352,7 +352,7 @@ async def test_an_invalid_request_is_refused_with_its_fault(
 
 
 @every_mode
-async def test_the_rate_of_reads_is_limited_over_all_exchanges(mode: str) -> None:
+async def test_the_rate_of_requests_that_need_no_admission_is_limited_over_all_exchanges(mode: str) -> None:
     # The limit is one read a second, with a burst of two; reads of configured paths count, too.
     talk = Talk(settings={"extproc": {"read_rate": 1, "paths": ["GET /v1/adapters/{id}"]}})
     for ask in (("GET", "/v1/models"), ("GET", "/v1/adapters/a")):

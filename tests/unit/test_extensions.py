@@ -124,7 +124,7 @@ def test_a_stage_may_have_an_installed_scorer_of_its_own(installed: Callable[...
         settings_with({"scheduling": {"stages": {"prefill": {"scorers": {"racks": 1}}}}})
 
 
-def test_parameters_in_the_list_of_scorers_stay_beside_those_in_scorer_parameters(
+def test_parameters_of_the_list_of_scorers_join_the_section_scorer_parameters(
     installed: Callable[..., None],
 ) -> None:
     installed(PARAMETERS, {"racks": "EXTENSION", "shelves": "EXTENSION"})

@@ -462,7 +462,7 @@ def test_the_cost_of_a_request_is_at_most_the_max_model_len_of_its_model(
 @pytest.mark.parametrize(
     ("objective", "limits"), [("", (3, 0)), ("tight", (2, 2)), ("wide", (3, 5)), ("any", (3, 0))]
 )
-def test_the_lower_limit_of_model_and_objective_applies(objective: str, limits: tuple[int, int]) -> None:
+def test_the_lower_flow_limit_of_model_and_objective_applies(objective: str, limits: tuple[int, int]) -> None:
     headers = {FAIRNESS: "a", **({"x-gateway-inference-objective": objective} if objective else {})}
     found = [asked(headers, model=model, settings=TOKENS) for model in ("limited", "m")]
     assert [(request.flow, request.limit) for request in found] == [("a", limit) for limit in limits]

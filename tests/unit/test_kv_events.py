@@ -435,7 +435,9 @@ async def test_an_engine_that_floods_its_reader_is_read_slowly(
     assert time.monotonic() - began_s >= 0.5
 
 
-async def test_a_reader_of_many_engines_logs_which_give_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_of_many_engines_logs_the_silent_engines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     reader = KvEventReader(1, Listener())
     reader.set_targets([Endpoint(f"127.0.{n // 250}.{n % 250 + 1}:8000", {}) for n in range(400)])
     async with running(reader.run()):

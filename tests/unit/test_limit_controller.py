@@ -295,7 +295,7 @@ def test_every_limit_stays_within_the_configured_bounds() -> None:
     assert pool.run(1)[-1] == {A: 12}
 
 
-def test_a_limit_is_soon_back_after_a_configured_maximum_is_lifted() -> None:
+def test_a_limit_soon_regains_its_former_value_after_a_configured_maximum_is_lifted() -> None:
     pool = Pool({A: Engine(64)})
     pool.run(20)
     pool.controller.configure(least=1, most=4, initial=8)

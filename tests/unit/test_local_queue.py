@@ -138,7 +138,7 @@ def test_the_order_of_preemption_starts_again_once_the_queue_is_no_longer_full()
         assert drain(queue) == ["high", "b"]
 
 
-def test_a_full_queue_refuses_with_the_errors_of_the_shared_queue() -> None:
+def test_a_full_local_queue_refuses_requests_with_the_shared_queues_errors() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
     picky = LocalQueue(rules(overload="reject-noncritical"))

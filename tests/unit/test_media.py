@@ -98,7 +98,7 @@ def test_media_that_fill_a_body_count_in_every_api(
         assert media.found(text, json.loads(read)) == (pytest.approx(len(text), rel=0.01), 200 * count, count)
 
 
-def test_further_frames_of_a_video_cost_as_much_as_those_whose_headers_are_read() -> None:
+def test_images_after_the_first_64_cost_the_mean_of_the_first_64() -> None:
     frame = parts(base64.b64encode(png(280, 541) + bytes(2000)).decode())[0]
     text = json.dumps({"messages": [{"content": [frame] * 100}]}).encode()
     assert media.found(text, json.loads(text))[1:] == (pytest.approx(20_000), 100)

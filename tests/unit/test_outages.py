@@ -528,7 +528,7 @@ async def test_budget_released_while_resyncing_is_limited_to_the_replicas_share(
 
 
 @pytest.mark.parametrize("pulsed", [False, True])
-async def test_budget_released_before_the_resync_is_done_is_not_kept(pulsed: bool) -> None:
+async def test_budget_released_while_resyncing_is_lost_if_redis_is_lost_again(pulsed: bool) -> None:
     # The stock is full. Redis answers again, and the replica receives ends of requests before the resync is
     # done.
     bench = Bench(FULL, wait_s=PATIENT_S)

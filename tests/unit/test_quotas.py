@@ -34,7 +34,7 @@ def tree(**nodes: dict[str, Any]) -> Tree:
     st.dictionaries(st.sampled_from(PATHS), st.sampled_from([0.5, 1.0, 3.0])),
     st.lists(st.sampled_from([1.0, 2.0, 7.0]), min_size=5, max_size=5),
 )
-def test_siblings_share_by_weight_at_each_level_of_the_tree(
+def test_sibling_tenants_share_service_by_weight_at_each_level_of_the_tree(
     flows: Sequence[str], weights: dict[str, float], costs: Sequence[float]
 ) -> None:
     found = Tree([Node(path=path, weight=weight) for path, weight in weights.items()])
@@ -186,7 +186,7 @@ async def test_a_tenants_next_request_starts_when_one_in_flight_ends() -> None:
     assert quotas.charges.keys() == {"a4"}
 
 
-async def test_released_balance_starts_the_next_request_at_once() -> None:
+async def test_freed_balance_starts_a_waiting_request_at_once() -> None:
     gate, _ = gate_of(tree(acme={"budget": {"units": 30.0, "period": "month"}}))
     assert await start(gate, "one", flow="acme/x", prompt_tokens=20)
     [big] = await waiting(gate, "big", flow="acme/y", prompt_tokens=25)

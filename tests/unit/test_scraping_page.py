@@ -188,7 +188,7 @@ def test_a_metrics_page_of_any_length_is_read_in_steps_and_the_work_for_it_is_bo
     "long labels": ('queue{a="' + "\N{GRINNING FACE}" * 50_000 + '"} 1\n',),
     "long names of labels": ("queue{" + "a" * 200_000 + '="a"} 1\n',),
 })  # fmt: skip
-def test_the_lines_of_a_page_that_take_time_or_memory_are_few(line: str) -> None:
+def test_the_number_of_page_lines_that_take_time_or_memory_is_limited(line: str) -> None:
     reader, fed_bytes, part = PageReader((SIMPLE,)), 0, line.encode() * (1 + PART // len(line))
     while reader.feed(part):
         fed_bytes += len(part)

@@ -115,7 +115,7 @@ def test_the_error_for_invalid_tenants_names_the_node(section: dict[str, Any], t
 @pytest.mark.parametrize("limit", [
     {"tokens": 999, "per": "1s"}, {"tokens": 1_440_000, "per": "1d"}, {"requests": 1001, "per": "1s"},
 ])  # fmt: skip
-def test_a_nodes_limit_may_exceed_a_limit_above_it_that_has_another_period(limit: dict[str, Any]) -> None:
+def test_a_nodes_limit_may_exceed_its_parents_limit_if_their_periods_differ(limit: dict[str, Any]) -> None:
     assert len(tree(node(limits=[LIMIT]), node("acme/a", limits=[limit])).nodes) == 2
 
 
@@ -160,7 +160,7 @@ def test_the_error_for_a_file_of_a_million_nodes_names_the_node_at_its_limit() -
     "none": ("acme/search/key", None),
     "the eighth level has the rest": ("1/2/3/4/5/6/7/8/9", "1/2/3/4/5/6/7/*"),
 })  # fmt: skip
-def test_a_node_without_settings_of_its_own_has_its_parents_for_children_or_else_those_of_its_level(
+def test_a_node_without_settings_gets_its_parents_default_or_else_its_levels_default(
     path: str, expected: str | None
 ) -> None:
     found = tree(*map(node, ("acme/search", "acme/*", "*/*", "*", "1/2/3/4/5/6/7/*"))).node(path)

@@ -41,7 +41,7 @@ async def test_a_stream_that_outlives_its_lease_is_complete(faulty: Callable[...
 
 
 @pytest.mark.short_form("http")  # tests/fleet/test_disconnects.py has `lean`
-async def test_clients_that_leave_leave_no_request_behind(faulty: Callable[..., Any], case: Case) -> None:
+async def test_requests_of_disconnected_clients_are_released(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave in random phases of their requests")
     # Count the open connections after the fleet has served some requests.

@@ -18,7 +18,7 @@ FEW_WORKERS_FILES = 15_000
 SPARE_FILES = 1000
 
 
-async def test_a_wake_up_costs_the_same_with_many_requests(faulty: Callable[..., Any], case: Case) -> None:
+async def test_a_wake_up_costs_redis_the_same_if_many_wait(faulty: Callable[..., Any], case: Case) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # In mode `http` each waiting request takes two connections of Envoy.
     most = (hard - SPARE_FILES) // 2 if case.mode == "http" else 9_900  # Envoy accepts 10 000 connections

@@ -49,7 +49,9 @@ FAULTY = [
 
 
 @pytest.mark.parametrize(("answers", "log", "what"), FAULTY)
-def test_each_kind_of_fault_is_found(answers: list[Answer], log: list[Mapping[str, str]], what: str) -> None:
+def test_check_history_finds_each_kind_of_disagreement(
+    answers: list[Answer], log: list[Mapping[str, str]], what: str
+) -> None:
     found = faults(answers, log)
     assert any(what in fault for fault in found), found
 
