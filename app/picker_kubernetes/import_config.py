@@ -198,7 +198,7 @@ def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None
 
 
 def _plugins(tree: Mapping[str, Any]) -> Plugins:
-    """The plugins by name, with `profileHandler`: the guide of pd-slo-profile-handler uses that section."""
+    """The plugins by name, including the section `profileHandler`, which some of llm-d's guides use."""
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     handler = [tree["profileHandler"]] if "profileHandler" in tree else []
     for number, entry in enumerate([*listed(tree, "plugins"), *handler]):

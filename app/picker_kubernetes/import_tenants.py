@@ -323,7 +323,7 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
     per, unit = str(limit.get("unit")), "requests"
     if response:
         key = str(mapping(response.get("metadata"), f"{where}: metadata").get("key"))
-        kind = types.get(key, "unknown")  # no llmRequestCosts has this key
+        kind = types.get(key, "unknown")  # the file's llmRequestCosts lack this key
         if kind not in _TOKEN_TYPES:
             raise _NoCounterpart(f"the cost {key[:60]} of type {kind}")
         unit = _TOKEN_TYPES[kind]
@@ -337,7 +337,7 @@ def _limit(rule: Object, where: str, types: Mapping[str, str]) -> tuple[Kind, fl
 
 
 def _tree_of(rules: Sequence[Rule], result: Imported) -> Nodes:
-    """The nodes for `rules`. Each header is a level of the tree; rules with few headers set upper levels."""
+    """The tenant nodes for `rules`. Each header is a tree level; rules with few headers set upper levels."""
     headers: list[str] = []
     nodes: Nodes = {}
     for where, selects, kind, amount in sorted(rules, key=lambda rule: len(rule[1])):

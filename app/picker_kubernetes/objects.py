@@ -172,7 +172,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
         try:
             TopologicalSorter(targets).prepare()
         except CycleError as fault:
-            cycle: list[str] = fault.args[1][::-1]  # each model is followed by one of its targets
+            cycle: list[str] = fault.args[1][::-1]  # after each model comes one of its rewrite targets
         else:
             break
         targets[cycle[0]].remove(cycle[1])  # break this cycle, so that the next one can be found

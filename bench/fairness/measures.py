@@ -188,7 +188,7 @@ class Order:
     if a request of a higher band waits then."""
 
     inverted_turns: int = 0
-    low_turns: int = 0  # dispatches of any but the highest band so far
+    low_turns: int = 0  # dispatches so far of bands below the highest
 
 
 def order(entries: Iterable[Entry]) -> Order:

@@ -45,7 +45,7 @@ class Load:
     placed: list[str] = field(default_factory=list)
 
     async def request(self, replica: Replica, request_id: str, service_s: float) -> None:
-        """Admit a request, settle it after `service_s`. TimeoutError: no admission in HANGS_S."""
+        """Admit a request, settle it after `service_s`. TimeoutError if admission takes over HANGS_S."""
         try:
             async with asyncio.timeout(HANGS_S):
                 await replica.gate.admit(ask(request_id), stream_owned=True)

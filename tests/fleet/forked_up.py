@@ -150,7 +150,7 @@ def _picker(words: list[str], environment: Mapping[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # for extensions
-    tempfile.tempdir = None  # the cached folder may come from the former environment
+    tempfile.tempdir = None  # the cached folder may be of another Python environment
     try:
         return cli.main(words)
     except SystemExit as end:

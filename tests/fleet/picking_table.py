@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-NOWHERE = "192.0.2.1:8000"  # no endpoint has this address
+NOWHERE = "192.0.2.1:8000"  # an address that no endpoint has
 NO_ENDPOINT = "rejected-no-endpoints"
 
 

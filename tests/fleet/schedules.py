@@ -84,7 +84,7 @@ _CONFIG: dict[str, Any] = {
 }
 _ADMITTED = {b"granted", b"bypassed"}
 _OF_CHECK = {460: 500, 463: 503, 464: 504}  # Envoy's response mappers (docs/protocol.md)
-_RECENT = 100  # number of entries that the decision log gets in some seconds
+_RECENT = 100  # about the number of decision-log entries of a few seconds
 
 
 class Schedule(NamedTuple):

@@ -16,7 +16,7 @@ CONFIG = {
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
     "request_queue_controller": {"watermark_per_backend": 2},
 }
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # all tests use the browser's event loop
 XSS = "<img src=x onerror=window.owned=1>"
 
 

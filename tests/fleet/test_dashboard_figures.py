@@ -32,7 +32,7 @@ CONFIG = {
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
 }
 pytestmark = [
-    pytest.mark.timeout(300),  # seconds: a fleet, a browser and the load share the machine
+    pytest.mark.timeout(300),  # in seconds; fleet, browser and load share the machine
     pytest.mark.asyncio(loop_scope="module"),  # the browser's event loop
 ]
 FLOWS = (

@@ -61,7 +61,7 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
             await answered(load, LOOKED_AT)
             assert set((await statuses(fleet)).values()) == {"ready"}
         else:
-            out = ("ejected",) if failure.health == 200 else ("ejected", "down")  # a probe may fail first
+            out = ("ejected",) if failure.health == 200 else ("ejected", "down")  # down: a probe failed first
             found = await fleet.eventually(
                 lambda: statuses(fleet), lambda each: each[broken] in out, within_s=10, what=name
             )

@@ -28,7 +28,7 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
     assert total(final, name) == waits
 
 
-@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the next test uses the last of these fleets
+@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the next test uses the last fleet
 async def test_each_exit_from_the_queue_has_its_own_status_and_counter(mode: str, shared_fleet: Any) -> None:
     here = shared_fleet("--mode", mode, *SMALL)
     await here.post("pause")

@@ -31,7 +31,7 @@ def test_an_interrupt_ends_a_run_of_schedules_and_drains_no_replica(monkeypatch:
         yield
 
     monkeypatch.setitem(KINDS, "interrupt", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             failure(Schedule(1, "http", (Fault(9.0, "interrupt", 0, 1.0),)))

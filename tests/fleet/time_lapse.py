@@ -329,7 +329,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # this model server keeps only its last request
+                page.requests = collections.deque(maxlen=1)  # the model server keeps only its last request
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},

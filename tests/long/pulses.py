@@ -183,8 +183,8 @@ async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIt
 
 
 def _most_of_bound(looks: Sequence[tuple[float, int]], redis_url: str) -> float:
-    """The largest ratio of requests at the engines (`looks`: time, requests) to the largest bound within
-    `_ENDS_S` before."""
+    """The largest ratio of requests at the engines to the largest bound in the `_ENDS_S` before. `looks`:
+    (time, number of requests at the engines)."""
     with LogStream(redis_url, "default") as log:
         entries = [entry for page in log.pages() for entry in page.entries]
     times_s = [int(entry["time_us"]) / 1e6 for entry in entries]

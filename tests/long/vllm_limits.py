@@ -89,7 +89,7 @@ async def _search(running: Sequence[Server], options: argparse.Namespace) -> dic
             await fleet.change({"request_queue_controller": exact_bounds(bound)})
             found[bound] = await _measure([fleet.url], options.clients, _SEARCHED_S, 0)
             print(f"bound {bound}: {found[bound]}", flush=True)
-            if bound * len(running) >= options.clients:  # this bound and higher ones delay no request
+            if bound * len(running) >= options.clients:  # bounds from this one up delay no request
                 break
     return found
 

@@ -28,7 +28,7 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 BASE = "llama"
 ADAPTERS = ("adapter-a", "adapter-b")
-MAX_TOKENS = 2048  # limit for prompt and answer together
+MAX_TOKENS = 2048  # maximum tokens of prompt and answer together
 PLACES = 4  # maximum requests that a server runs at once
 
 _VLLM, _TORCH = "0.32.0", "2.13.0"

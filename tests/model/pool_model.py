@@ -65,7 +65,7 @@ class PoolModel:
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
         self.suspects: dict[str, float] = {}  # request whose end may be unreported -> suspected since, ms
-        self.replicas: dict[str, int] = {}  # replica -> time of its last heartbeat, ms
+        self.replicas: dict[str, int] = {}  # replica -> time of its last heartbeat in ms
         # (flow, model) or (model, model) -> mean tokens of an answer, time of the last change (ms)
         self.means: dict[tuple[str, str], tuple[float, int]] = {}
         self.stock = self.upper = self.lower = self.rate = 0.0

@@ -155,7 +155,7 @@ class SharedQueue(FairQueue[Request]):
         self._probes.discard((priority, name))
 
     def takes_probe(self, r: Request) -> bool:
-        """Whether r's flow queue might be granted a request without room; from now on it may not."""
+        """Whether r's flow queue has permission for a grant without room; using the permission ends it."""
         may = (r.priority, r.flow_queue) in self._probes
         self._probes.discard((r.priority, r.flow_queue))
         return may

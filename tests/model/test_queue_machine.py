@@ -37,7 +37,7 @@ Choices = dict[str, list[Any]]
 
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
-STAGES = {"e3": "decode prefill", "p1": "prefill"}  # of a pool with stages; all other endpoints only decode
+STAGES = {"e3": "decode prefill", "p1": "prefill"}  # in a pool with stages, all others decode
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 FAR = 1e7  # multiplies costs, so that tags are soon rebased
 # The priorities of the three named bands, and other priorities, whose bands are created and collected.

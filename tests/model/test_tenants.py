@@ -49,7 +49,7 @@ def test_a_tenant_over_its_limit_keeps_its_position_while_others_pass(side: Scri
     pool.passes(99)
     pool.beat()
     assert pool.granted == []
-    pool.passes(2)  # ten tokens have come back, enough for one request
+    pool.passes(2)  # ten tokens are refilled, enough for one request
     pool.beat()
     assert pool.granted == ["a/x2"]
     # The starvation guard does not grant the overdue request of the tenant over its limit either.
@@ -216,7 +216,7 @@ def test_a_waiting_request_is_charged_once_through_changes_of_over_limit(side: S
     pool.admit("one flow=a/x, two flow=a/y, three flow=a/z, four flow=a/x")
     assert change("reject") == 1
     pool.admit("five flow=a/y")
-    assert change("queue") == 2  # requests one and five are charged
+    assert change("queue") == 2  # requests `one` and `five` are charged
     assert pool.end("one") == ["four"]
     assert change("reject") == 3
     assert pool.end("four") == ["five"]

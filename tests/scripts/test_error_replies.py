@@ -29,7 +29,7 @@ REFUSING = {  # error reply -> its kind; the commands that provoke and end the e
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
     "NOPERM within a script": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
-    "BUSY": ("denied", "", ""),  # provoked by the endless script of another client
+    "BUSY": ("denied", "", ""),  # the test runs an endless script on another connection
     "READONLY": ("elsewhere", f"REPLICAOF {LOOPBACK} 1", "REPLICAOF NO ONE"),
     "NOREPLICAS": ("elsewhere", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
 }

@@ -98,7 +98,7 @@ async def test_no_request_is_reclaimed_because_of_one_newer_than_both_pages(
 ) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
-        await seen(it, "alive", ago_s=10)  # renewed too long ago, but both pages count the request
+        await seen(it, "alive", ago_s=10)  # long not renewed, but both pages count it
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # request `new` arrives after both metrics pages
         assert await found(a, UNSEEN_S) == (0, (E1,))

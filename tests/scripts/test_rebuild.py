@@ -170,7 +170,7 @@ def server(client: redis.Redis) -> Iterator[TimedPool]:
 
 
 def settled(server: TimedPool) -> bool:
-    """Let more than WINDOW_MS pass without a loss. Return whether accounting tokens then restore nothing."""
+    """Let more than WINDOW_MS pass without a loss. Return whether an accounting token restores nothing."""
     server.calm(WINDOW_MS + SECOND_MS)
     return server.report("nobody", TOKEN) == "unknown"
 

@@ -156,7 +156,7 @@ async def test_every_key_of_a_run_is_documented_and_every_documented_key_is_used
             await b.admit(name, flow=f"flow of {name}", candidates=E1)
             await b.place(name, candidates=E1)
         await look()
-        await a.sweep()  # lets the request try again
+        await a.sweep()  # the request may be granted again
         await look()
         # A request is split between two stages.
         await publish(E1, Endpoint(E2, prefills=True, decodes=False), upper_per=500)

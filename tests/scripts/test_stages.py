@@ -71,7 +71,7 @@ def test_a_request_waits_while_the_prefill_endpoints_are_at_their_limits(staged:
     assert staged.admit("waits", prefill="*")[0] == "queued"
     assert staged.place("waits")[0] == "queued"
     assert staged.place("waits") == ["gone"]  # no further grant while p:1 is full
-    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # queued, then placed by its grant
+    assert staged.admit("whole", flow="other")[:2] == ["queued", "60000"]  # its grant will place it
     assert staged.counts() == {"d:1": 2}
     assert staged.prefilled("r1") == "released"
     assert staged.place("waits")[:2] == ["placed", "d:1>p:1"]
@@ -89,7 +89,7 @@ def test_a_tenants_request_is_granted_again_only_once_a_prefill_endpoint_has_roo
         staged.admit(name, flow="other")
     for name in "abcd":
         staged.settle(name)
-    assert staged.place("waits")[0] == "queued"  # requeued, with its charge refunded
+    assert staged.place("waits")[0] == "queued"  # the request is requeued, its charge refunded
     assert staged.place("waits") == ["gone"]
     assert audit(staged.log()).violations == 0
     staged.prefilled("r1")

@@ -132,7 +132,7 @@ async def test_an_operator_finds_a_request_in_every_state(fleet: OpenFleet) -> N
         assert (runs.entry.state, runs.rank, runs.queue, runs.entry.overdue) == ("placed", None, None, False)
         assert runs.lease_in_s is not None
         # Granted; ended.
-        await a.admit("first", flow="f", candidates=E1)  # with candidates `*` the grant would place it
+        await a.admit("first", flow="f", candidates=E1)  # with `*` the grant would place `first`
         await a.settle("runs")
         assert (await b.store.reads.request("first")).entry.state == "granted"
         assert await a.store.reads.request("runs") is None

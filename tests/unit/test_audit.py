@@ -335,7 +335,7 @@ def ignored_limits_in_tokens(queue: QueueSimulator) -> None:
 
 
 def ignored_band_limits(queue: QueueSimulator) -> None:
-    """Give each band limits. The simulated queue exceeds the limits, and the audit must say so."""
+    """Give each band limits. The simulated queue exceeds the limits, which the audit must report."""
     bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
     queue.change_settings(bands=bands, paused=1)
     for i in range(8):

@@ -72,7 +72,7 @@ def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:
 async def channel(port: int, root: Path, own: Pair | None = None) -> AsyncIterator[Any]:
     """A stub of the health service for a client that trusts `root` and has the certificate `own`."""
     credentials = client_credentials(root, own)
-    options = (("grpc.use_local_subchannel_pool", 1),)  # so that two channels share no connection
+    options = (("grpc.use_local_subchannel_pool", 1),)  # two channels must share no connection
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as opened:
         yield health_pb2_grpc.HealthStub(opened)
 

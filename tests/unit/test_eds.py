@@ -73,7 +73,7 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
 
 
 def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
-    """A snapshot cell with version v1 of the endpoints `addresses`. By default its clock stands still."""
+    """A snapshot cell with version v1 of the endpoints `addresses`. The default clock stands still."""
     cell = SnapshotCell(clock or Clock())
     cell.publish(snapshot("v1", *addresses))
     return cell
@@ -101,7 +101,7 @@ async def test_a_version_of_the_endpoints_that_envoy_rejected_is_not_sent_again(
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", after=first, error="no such thing"))
-        await call.write(asking("pool", "more", after=first))  # answered after both rejections are read
+        await call.write(asking("pool", "more", after=first))  # gets the answer after both rejections
         second = await call.read()
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()

@@ -172,7 +172,7 @@ def test_the_holders_of_the_longest_prefix_are_named_first() -> None:
     index = PrefixIndex()
     shared = chain("chat", 12)
     index.add("short", shared[:3])
-    index.name_holders()  # blocks that were added before count, too
+    index.name_holders()  # the count includes the blocks added earlier
     index.add("long", shared)
     index.add("middle", shared[:9])
     index.add("other", chain("other", 5))

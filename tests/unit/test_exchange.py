@@ -21,7 +21,7 @@ from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
-LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # too long for one ext_proc message
+LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # longer than an ext_proc message
 DESTINATION = {"x-gateway-destination-endpoint": ",".join(PLACEMENT.endpoints)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 FAIRNESS = "x-gateway-inference-fairness-id"

@@ -187,7 +187,7 @@ class ObjectsOfTwoPools:
             if newer:
                 items = [item("own", 7, "own"), *(item(f"o{n}", 7, f"gone-{n % 2}") for n in range(100))]
             items += [
-                item("both", 2**31 if newer else 5, "own"),  # in both API groups, invalid in the newer
+                item("both", 2**31 if newer else 5, "own"),  # exists in both API groups, invalid in the newer
                 # These two objectives name pools of another API group, which have another picker.
                 item("of-others", 9, "own", **others),
                 item("also-of-others", 9, "gone-2", **others),

@@ -88,7 +88,7 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("seldom-first", overload("workload-aware", quiet=1.0, busy_1=2.0), "quiet 1.000 s, busy-1 2.000 s"),
     ("only-overload-errors", first("redis-outage", answer("client-1", status=500)), "500"),
     ("outage-serves", refused_in_outage(), "0.0 requests a second were served without"),
-    ("outage-serves", refused_in_outage(but=14), "before the outage"),  # one request in three s is too few
+    ("outage-serves", refused_in_outage(but=14), "before the outage"),  # one request in 3 s is too few
     ("outage-bound", outage(endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4))),
      "at 7.00 s: 9"),
     ("outage-bound", outage(samples=BEFORE, endpoint_samples=(EndpointSample(11.0, 12, 4),)),

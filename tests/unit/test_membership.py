@@ -119,7 +119,7 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
             setattr(store, part, forgotten)
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
-            assert store.heartbeats[before:].index(first) <= 1  # sent with one of the next two heartbeats
+            assert store.heartbeats[before:].index(first) <= 1  # the info is in one of two heartbeats
 
 
 async def test_heartbeats_go_on_while_waiting_requests_are_registered_again() -> None:

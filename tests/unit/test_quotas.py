@@ -46,7 +46,7 @@ def test_sibling_tenants_share_service_by_weight_at_each_level_of_the_tree(
             queue.offer(ask(f"r{next(numbers)}", flow=flow), cost, 0.0)
     served = Counter[str]()
     most = max(costs)
-    for _ in range(30):  # few enough turns that every flow keeps requests
+    for _ in range(30):  # after so few turns every flow still has waiting requests
         turn = queue.turn(0.0)
         assert turn is not None
         queue.serve(*turn)

@@ -171,8 +171,8 @@ def test_the_time_to_read_an_answer_is_linear_in_its_length(piece: bytes) -> Non
 
     for begun in (b"", b"{", b"data: {"):
         short, long = (begun + piece * (size // len(piece)) for size in (16_000, 64_000))
-        # Four times the length takes four times as long, with quadratic cost 16 times. Three tries, since
-        # other work on the machine may disturb one.
+        # An answer of four times the length takes four times as long; at quadratic cost it would take 16
+        # times. Other work on the machine may disturb a try, so there are three.
         assert any(cpu_s(long) < max(8 * cpu_s(short), 0.01) for _ in range(3))
 
 

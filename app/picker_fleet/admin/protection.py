@@ -40,7 +40,7 @@ _MAX_CLIENTS = 1024
 _MOST_QUERY_FIELDS = 32  # to parse 16 KiB of empty fields takes 20 to 40 ms
 _REFUSAL_DELAY_S = 1.0  # delay of a refusal, for clients that ignore Retry-After
 _READ_METHODS = ("GET", "HEAD")
-_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers may send any Host here
+_ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # paths that accept any Host header, for probes
 _BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin.tokens")
 _RELOAD_S = 2.0  # interval of reading the token files again while calls arrive
 _REFUSALS_LOGGED_PER_S = 1.0

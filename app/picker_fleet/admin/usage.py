@@ -1,6 +1,6 @@
 """The export of usage by hour, leaf and model, from which bills are made; fleet/usage.py counts it.
 
-Figures add up over all rows. A row without a tenant has no figures, but a note where usage may be missing.
+No token is counted in two rows. A row without a tenant has no figures, but a note where usage may be missing.
 """
 
 import asyncio

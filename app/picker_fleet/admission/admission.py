@@ -197,7 +197,7 @@ class Admission:
         return own
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        """Undo a placement that never reached Envoy. Returns without waiting for Redis."""
+        """Undo a placement that never reached Envoy. The call does not wait for Redis."""
         entry, outage = self.ledger.get(request_id), self.failover.outage
         if entry is not None:
             if outage is not None and entry.is_local:
@@ -297,7 +297,7 @@ class Admission:
 
     def prefilled(self, request_id: str) -> None:
         """Record that the answer of a split request has begun, so that its prefill endpoint is free again.
-        Returns at once; idempotent. Without Redis, the endpoint's reservation ends with its lease."""
+        Idempotent; does not wait for Redis. Without Redis, the endpoint's reservation ends with its lease."""
         if self.failover.state is not FailoverState.LOCAL:
             ignore_loss(self._store.prefilled(request_id))
 

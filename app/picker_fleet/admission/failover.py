@@ -50,7 +50,7 @@ _TICK_S = 0.2
 _FETCH_S = 0.2  # pause, in seconds, before other replicas are asked for the ends of requests
 _RECOVER_S = 1.0  # pause, in seconds, before each attempt to recover lost budget
 _LATELY_S = 3.0  # a replica uses Redis if Redis has answered a heartbeat within this many seconds
-_CUT_OFF = 0.2  # a replica without Redis for longer than this part of `leases.inflight` may be cut off
+_CUT_OFF = 0.2  # a replica without Redis for more than this fraction of `leases.inflight` may be cut off
 _PAUSED_S = 2.0  # if this replica pauses, its peers need longer than this to return to Redis without it
 
 
@@ -181,7 +181,7 @@ class Failover:
         # The latest moment until which no other replica can have used this replica's part of the bound.
         self._sound = self._moment()
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio tasks of the current outage
-        self.stock: Stock | None = None  # unknown until this replica has joined the pool
+        self.stock: Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
         # The numbers of successive heartbeats that Redis has answered, and that have failed.
         self._answered_heartbeats = self._failed_heartbeats = 0
@@ -469,9 +469,9 @@ class Failover:
             outage.gate.release(0.0)  # dispatches requests that waited for the charges to end
 
     async def _ask_peers(self, outage: Outage) -> None:
-        """Find out whether other replicas use Redis, or used it while this replica was paused. If so, Envoy
-        must send requests and access-log entries to them: otherwise Redis would end the lease of each running
-        request whose entries come here, and would admit another request in its place (G1)."""
+        """Find out whether other replicas use Redis, or used it while this replica was paused. If they do,
+        Envoy must send requests and access-log entries to them: otherwise Redis would end the lease of each
+        running request whose entries come to this replica, and admit another request (G1)."""
         patience_s = _CUT_OFF * self._fleet.config.settings.leases.inflight
         while True:
             now, is_in_doubt, said = self._moment(), self.is_in_doubt, list[RedisUse]()

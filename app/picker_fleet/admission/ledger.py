@@ -293,7 +293,7 @@ class Ledger:
         }
 
     def save(self) -> tuple[Any, ...]:
-        """A copy of the entries, to compare or restore; without running requests that only `costs` reads."""
+        """A copy of the entries, to compare or restore. Requests known only by their cost are left out."""
         kept = (each for each in self if each.owned or each.journaled or not each.running)
         return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
 
@@ -338,7 +338,7 @@ class ServiceMeter:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # the last report and the second it is of
+        self._reported: tuple[int, ServiceReport] | None = None  # (second, the last report made in it)
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())

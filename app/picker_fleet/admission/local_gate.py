@@ -322,8 +322,8 @@ class LocalGate:
                 unused = 0
 
     def _serve_one(self) -> bool | None:
-        """Serve one queued request. Returns False if no request can be served, None if the next one costs
-        more than the free budget."""
+        """Place one queued request locally. Returns False if no request can be served, None if the next one
+        costs more than the free budget."""
         queue, now_s = self._queue, self._loop.time()
         while (turn := queue.turn(now_s)) is not None:
             waiting, by_guard = turn

@@ -32,7 +32,7 @@ class Origins:
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys
         self._clock = clock
-        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> when it was noted, endpoint
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> (time noted, endpoint)
         self._repeating = 0  # number of searches that look ids up again
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:

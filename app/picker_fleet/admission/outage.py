@@ -187,6 +187,6 @@ class Outage:
                 if each.running  # some requests may have ended during the resync
             ]
             for answer in answers:
-                with contextlib.suppress(ScriptFailed):  # its next access-log entry restores the request
+                with contextlib.suppress(ScriptFailed):  # the request's next access-log entry restores it
                     await answer
         return len(running)

@@ -96,7 +96,7 @@ class _Settings(NamedTuple):
 
 class Lack(NamedTuple):
     """A tenant node's limit that does not suffice for a request. `wait_ms`: the time until the limit
-    suffices, infinite if other requests must end first. `over_burst`: the limit never suffices."""
+    suffices, infinite if other requests must end first. `over_burst`: the request exceeds the burst."""
 
     path: str
     limit: Limit
@@ -132,8 +132,8 @@ class Quotas:
     """The balances of tenant nodes, and the charges of requests by id.
 
     `live` is the number of replicas. This object counts one replica's share: an equal part of each rate,
-    burst and budget, and at least 1 request in flight. A request larger than the share of a burst, but not
-    than the whole burst, is granted once the share is full. `log` is called with event and request id.
+    burst and budget, and at least 1 request in flight. A request that exceeds this share of a burst, but not
+    the whole burst, is granted once the share is full. `log` is called with event and request id.
 
     `balances` has the numbers of each field of the hash `balances` (docs/redis-schema.md): for a rate, units
     owed and the time in ms; requests in flight; for a budget, its period and the units spent in the period.
@@ -152,7 +152,7 @@ class Quotas:
         self.balances: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._told: dict[str, tuple[float, ...]] = {}  # balances taken over from Redis's replies, by key
         self.charges: dict[str, Charge] = {}
-        self._eased: dict[str, None] = {}  # paths of nodes whose balances were refilled, in that order
+        self._eased: dict[str, None] = {}  # paths of nodes with refilled balances, first refilled first
 
     # Handle the steps of a request.
 
@@ -314,7 +314,7 @@ class Quotas:
 
     def granted(self) -> Iterator[Granted]:
         """The amounts that were granted since the balances were taken over, and are still owed or were spent
-        in this period. Does not count requests in flight."""
+        in this period. Limits on requests in flight are left out."""
         for key, balance in self.balances.items():
             path = key.partition("\x1f")[0]
             node = self.tree.node(path)

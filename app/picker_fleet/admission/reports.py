@@ -1,6 +1,6 @@
 """Reports to Redis which placed requests run or have ended, and which endpoints have failed.
 
-Each call returns at once. The store repeats the report of an end until Redis accepts it; any other report may
+No call waits for Redis. The store repeats the report of an end until Redis accepts it; any other report may
 be lost, since a lease or a later report makes up for it.
 """
 

@@ -148,7 +148,7 @@ class Order:
 
 class Level(NamedTuple):
     """One step of a path through a band's tree: a node's `order`, and the name `child` of its child on the
-    path. The child's own path is `path`."""
+    path. `path` is the child's path in the tree."""
 
     order: Order
     child: str

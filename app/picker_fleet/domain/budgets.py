@@ -89,7 +89,7 @@ class BodyBudget:
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
         self._clock = clock
-        self.unfinished: dict[BodyBuffer, float] = {}  # body -> fast enough until this time
+        self.unfinished: dict[BodyBuffer, float] = {}  # body -> time until which it counts as fast enough
         self._none_until_s = 0.0  # until this time all unfinished bodies count as arriving fast enough
 
     def arrives(self, body: "BodyBuffer", size_bytes: int) -> None:

@@ -40,8 +40,8 @@ class NoParameters(BaseModel):
 
 @dataclass(frozen=True)
 class Extension(Generic[P, F]):
-    """What an entry point names: the interface `version` for which the extension was written, the function
-    `make`, which gets the parameters and returns the scorer (or filter, …), and the parameters' model.
+    """The object that an extension's entry point names. `version`: the interface for which it was written;
+    `make` gets the parameters and returns the scorer (or filter, …); `parameters` is the parameters' model.
 
     `make` is called once at the start of a replica for each pool whose configuration names the extension.
     """

@@ -24,7 +24,7 @@ class Workload(NamedTuple):
 
 
 class LatencyObjective(NamedTuple):
-    """The longest time to the first token and time per output token of a request; infinite: any."""
+    """The longest time to the first token and time per output token of a request; inf: no objective."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf

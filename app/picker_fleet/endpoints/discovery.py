@@ -79,7 +79,7 @@ class WatchedFile(Generic[T]):
         self._path, self._parse, self._what = path, parse, what
         self._recheck_ms = int(recheck_s * 1000)
         self._reading: asyncio.Future[str] | None = None
-        self._parsed: tuple[str, T] | None = None  # the last text, and its content
+        self._parsed: tuple[str, T] | None = None  # (the file's last text, its parsed content)
 
     async def watch(self, report: Callable[[T], object]) -> None:
         """As Source.watch. Raises StartupError if the file is missing or malformed at the start."""

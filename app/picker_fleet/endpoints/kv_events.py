@@ -87,8 +87,8 @@ _ALL: Final = b"*"  # stands in place of a link if all blocks are removed
 
 
 class Changes(NamedTuple):
-    """`is_cleared`: the engine has dropped its whole cache. `stored`: link -> whether the engine has stored
-    (True) or removed (False) its block."""
+    """`is_cleared`: the engine has dropped its whole cache. `stored`: a block's link -> whether the engine
+    has stored (True) or removed (False) the block."""
 
     is_cleared: bool
     stored: dict[bytes, bool]
@@ -133,7 +133,7 @@ class EngineBlocks:
         yield Changes(is_cleared, stored)
 
     def _apply(self, text: msgspec.Raw) -> Iterator[tuple[bytes, bool]]:
-        """Apply an event; yield pairs: link, whether its block is stored. The first pair is no change."""
+        """Apply an event; yield pairs (link, whether its block is stored); ignore the first pair."""
         yield b"", False
         event = msgspec.msgpack.decode(text)
         kind = event["type"] if isinstance(event, dict) else event[0]

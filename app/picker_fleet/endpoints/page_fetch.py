@@ -440,7 +440,7 @@ class Exchange(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        if not self.status:  # this is an interim (1xx) response
+        if not self.status:  # skip an interim (1xx) response
             self.headers.clear()
             self._until_close = True
             return

@@ -439,7 +439,7 @@ class _Target:
         self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
         self.asleep = False
         self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not show that
-        self.refusal: str | None = None  # the last probe's answer, if that refuses requests
+        self.refusal: str | None = None  # the last probe's answer, if it refuses requests
         # Adapters that were loaded and may still be loaded, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
         self._loaded = dict.fromkeys(sorted(loaded))

@@ -32,7 +32,7 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
     """The replica that scrapes the endpoint `address`; `replicas` may be in any order, but not empty."""
-    # The length distinguishes pairs of address and replica whose texts join to the same.
+    # The length keeps different pairs (address, replica) from having the same joined text.
     prefix = f"{len(address)}:{address}"
     return max(replicas, key=lambda replica: (_hash(prefix + replica), replica))
 
@@ -70,7 +70,7 @@ class Scrapers:
     A killed replica counts as live for `replica_silence`, too long to leave its endpoints unread. Scrapers
     publish on the metrics channel several times per heartbeat; a scraper that has been silent for `silence_s`
     while others published is left out until its membership lapses or it publishes. If no replica publishes,
-    Redis is silent, and no replica is left out. Times are in seconds of one monotonic clock."""
+    the cause is a silent Redis, and no replica is left out. Times are in seconds of one monotonic clock."""
 
     def __init__(self, replica: str, silence_s: float) -> None:
         self._replica = replica

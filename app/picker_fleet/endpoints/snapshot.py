@@ -96,7 +96,7 @@ class SnapshotCell:
         """The snapshot for Envoys: the current endpoints, and as draining each endpoint removed less than
         `REMOVED_S` ago. The version's mark changes when an endpoint is removed, returns or expires.
 
-        Without removed endpoints, Envoy might answer 503 to a request placed just before the removal.
+        If removed endpoints were left out, Envoy could answer 503 to a request placed just before a removal.
         """
         self._forget_expired()
         if not self._removed or not self.current.version:

@@ -21,7 +21,7 @@ _BYTES_A_S = 10 * 1024 * 1024  # read no faster: an engine sends far less, and a
 _MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY, _PING, _PONG = b"\x05READY", b"\x04PING", b"\x04PONG"
-_PING_CONTEXT = slice(7, 23)  # bytes of a PING that its PONG repeats
+_PING_CONTEXT = slice(7, 23)  # bytes of a PING that the PONG repeats
 
 
 @contextlib.asynccontextmanager

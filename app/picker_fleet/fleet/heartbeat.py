@@ -1,7 +1,7 @@
 """A replica's membership in the fleet: heartbeats, publishing, sweeping, polling, renewal of leases.
 
 pool.py runs the class `Membership`, which sends the heartbeats, renews leases, and runs a `Publisher`
-(publisher.py), a `Sweeper` and a `NotificationPoller`. This module decides about no request.
+(publisher.py), a `Sweeper` and a `NotificationPoller`. None of them admits or places a request.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ class NotificationPoller:
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
 
     async def _poll(self) -> int:
-        """Deliver the notifications in Redis. Returns how many notifications were new."""
+        """Read this replica's notifications from Redis and deliver them; return how many were new."""
         found = 0
         with contextlib.suppress(StateFault):
             for notification in await self._store.notifications():

@@ -108,7 +108,7 @@ class Observation:
 
 
 class _Figures(NamedTuple):
-    """Of one page: the load that runs, and the requests preempted and ended since the page before."""
+    """Figures of a metrics page: the running load, and requests preempted and ended since the last page."""
 
     running: float
     preempted: float
@@ -248,7 +248,7 @@ class LimitController:
             known.started_s, known.pages, before = page.started_s, [], None
         preempted = 0.0
         if before is not None and page.preemptions is not None:
-            preempted = max(page.preemptions - before, 0.0)  # the counter may begin again
+            preempted = max(page.preemptions - before, 0.0)  # a restart resets the counter
         if page.read_s < known.changed_s + _SETTLED_S:
             return
         # A request is one sequence or several in the engine; others may use the engine, too. If more requests

@@ -66,7 +66,7 @@ _WEIGHTS = "weights"
 _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _BANDS = "fair_request_queue.priority_bands"
 _SCORERS = "scheduling.scorers"
-_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS, _WEIGHTS)  # mappings whose entries change one by one
+_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS, _WEIGHTS)  # mappings that change by single entries
 # The path of each live key; `*` stands for any name.
 _LEAVES = [
     tuple(key.split("."))

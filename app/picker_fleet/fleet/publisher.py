@@ -44,7 +44,7 @@ class Publisher:
         self._discovered: tuple[Endpoint, ...] | None = None  # the endpoints that this replica would publish
         self._discovered_version = ""
         self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> list of endpoints
-        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # address -> endpoint, its digest
+        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # address -> (endpoint, its digest)
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
         former, self._listed = self._listed, tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
@@ -163,7 +163,7 @@ class Publisher:
         changes |= {
             address: each
             for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # comparing identities is cheap
+            if (former := before.get(address)) is not each and former != each  # `is not` is cheap
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
             return False  # endpoints' limits are settings, which only a full publish writes

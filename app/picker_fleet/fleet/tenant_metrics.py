@@ -28,8 +28,8 @@ class TenantMetrics:
         self._read_s: dict[str, float] = {}  # path -> when its row was read
 
     async def look(self, tree: Tree | None, epoch: str) -> None:
-        """Read some nodes of `tree` in the state of `epoch`; None: show none. Charges the nodes again if
-        Redis has lost their balances. Raises StateFault if Redis does not answer."""
+        """Read some nodes of `tree` in the state of `epoch`; without `tree`, show no nodes. Charges the nodes
+        again if Redis has lost their balances. Raises StateFault if Redis does not answer."""
         if tree is not self._tree:
             named = sorted(path for path in (tree.nodes if tree else ()) if not path.endswith(_ANY))
             self._tree, self._paths, self._at = tree, named[:MOST_TENANTS], 0

@@ -38,7 +38,7 @@ class TenantNodes:
         self._published: tuple[str, dict[str, str] | None] = "", None
         self._followed = ("", "")  # epoch and version of the nodes that were read last
         self._changes: Mapping[str, str] = {}  # the live changes
-        self._parsed: dict[str, tuple[str, Node]] = {}  # path -> JSON, and the node
+        self._parsed: dict[str, tuple[str, Node]] = {}  # path -> (the node's JSON, the parsed node)
         if tenants is not None and tenants.file is None:
             self.found(tenants.nodes)
 

@@ -68,7 +68,7 @@ class UsageMeter:
         row[:] = map(add, row, (1, unreported, prompt, cached, answer, cost))
 
     async def flush(self, *, leaves: bool = False) -> None:
-        """Send all counts, or else a mark that this replica has none. `leaves`: this is the last call.
+        """Send all counts, or else a mark that this replica has none. `leaves`: the replica shuts down.
 
         Raises:
             StateFault: Redis has not taken all counts; the next call sends the remaining counts.

@@ -68,7 +68,7 @@ class Connections(Generic[Connection]):
         return f"all {self._limit} connections of the {self._port} are taken"
 
     def add(self, connection: Connection) -> bool:
-        """Add a new connection; at a limit, abort an idle one first. Returns False if none is idle."""
+        """Add a new connection; at a limit, abort an idle one first; return False if none is idle."""
         address, share = connection.address, self._limit - self._limit // 4
         has_share = address != "" and self._by_address[address] >= share
         if has_share or len(self.all) >= self._limit:

@@ -40,7 +40,7 @@ _PER_STREAM: Final = 4  # each stream that a peer opens allows the peer this man
 _BYTES_SENT: Final = 1024  # sending the peer this many bytes allows the peer one more frame without effect
 _PER_S: Final = 50  # each second of a connection's age allows this many frames without effect
 # The following constants are units of work (connections.py); reading a frame takes one unit.
-_STREAM_WORK: Final = 3  # units of work that a new stream takes
+_STREAM_WORK: Final = 3  # units of work for starting a stream
 _START_WORK: Final = 16  # units for starting a handler and for the handler's own work
 _RESET_WORK: Final = 10  # units of work for cancelling a handler
 _DECODE_WORK: Final = 32  # units for decoding uncached headers; one more for each `_DECODE_BYTES` and field

@@ -495,7 +495,7 @@ class Peers:
             largest.abort()
 
     def stuck(self, connection: Link) -> None:
-        """Record that a peer reads nothing. If too many peers read nothing, cut the one that began first."""
+        """Record that a peer reads nothing. If too many peers do so, cut the one that began first."""
         self._stuck[connection] = self._loop.time()
         if len(self._stuck) > _STUCK:
             self._stuck.popitem(last=False)[0].abort()

@@ -93,7 +93,7 @@ class UploadDeadlines:
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
         self._most = most
-        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # start of wait, of upload
+        self._waiting: OrderedDict[Stream, tuple[float, float]] = OrderedDict()  # (wait began, upload began)
 
     def wait(self, stream: Stream, began_s: float) -> None:
         """Watch an upload that is about to read more of the request, which began to arrive at `began_s`."""
@@ -107,7 +107,7 @@ class UploadDeadlines:
         self._waiting.pop(stream, None)
 
     async def run(self) -> None:
-        """End overdue uploads, until cancelled."""
+        """Watch uploads and end the ones that stall or take too long, until cancelled."""
         while True:
             await asyncio.sleep(self._stalled_s / _CHECKS)
             now_s = self._clock()

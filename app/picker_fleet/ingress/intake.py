@@ -392,7 +392,7 @@ class Intake:
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
             xxh3_64_hexdigest(text)[:_DIGEST_CHARS], ask.refers,
-            0 if ask.refers else prompt_size,  # with stored state, usage counts more than this prompt
+            0 if ask.refers else prompt_size,  # with stored state, usage counts the earlier prompts, too
             "", latency, 0, prompt_tokens, answer_tokens, ask.can_split, found.number,
             0 if found is media.NONE else found.prompt_bytes(ask.body_bytes),
         )  # fmt: skip

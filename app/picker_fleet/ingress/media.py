@@ -48,7 +48,7 @@ _ENDS_BYTES = 256  # search this many bytes at each end of a file's JSON text fo
 
 # Matches the start of a file in base64: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
-_ENCODED = re.compile(rb"[A-Za-z0-9+/\\]{64}")  # base64: no text has so long a word
+_ENCODED = re.compile(rb"[A-Za-z0-9+/\\]{64}")  # a longer word is base64, not text
 _ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # maximum segments of a JPEG to skip before the segment with the image's size
@@ -101,7 +101,7 @@ def may_fill(body: bytes) -> bool:
 
 
 def of_form(body: bytes, files: Sequence[tuple[int, int]]) -> Found:
-    """A form's `files` (start, end)."""
+    """Count a form's files and their tokens; `files` has each file's start and end in `body`."""
     size_bytes, tokens = 0, 0.0
     for number, (start, end) in enumerate(files):
         size_bytes += end - start
@@ -146,7 +146,7 @@ def _may_have_media(body: bytes, members: Mapping[str, Any]) -> bool:
             else:
                 text = bytes(value) if isinstance(value, msgspec.Raw | memoryview) else orjson.dumps(value)
             if any(mark in text for mark in _MARKS):
-                is_short = len(body) < 2 * _MOST_COMMAS  # a short body cannot have so many values
+                is_short = len(body) < 2 * _MOST_COMMAS  # a short body cannot have many values
                 return body.count(b"{") <= _MOST_OBJECTS and (is_short or body.count(b",") <= _MOST_COMMAS)
     return False
 

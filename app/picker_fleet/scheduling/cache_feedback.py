@@ -24,7 +24,7 @@ _MOST_PENDING = 4096  # maximum requests whose answers are awaited; beyond, the 
 _BYTES_PER_TOKEN = (1.0, 16.0)  # outside this range a prompt has images or token ids: ignore its tokens
 _LEAST_QUERIES = 50_000.0  # tokens looked up between two comparisons of an engine's counters
 _UNEQUAL = 0.1  # measured and predicted shares of hits agree if they differ by a smaller fraction
-_LEAST_RATIO = 0.6  # a page lowers the capacity at most to this part; less would count as a cleared cache
+_LEAST_RATIO = 0.6  # a page lowers a capacity at most to this fraction: less would look like a cleared cache
 _SAME_START_S = 1.0
 
 

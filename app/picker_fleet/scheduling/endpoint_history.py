@@ -75,7 +75,7 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
         if text := _text(members, name):
-            open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt goes on here
+            open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
             parts.append(_unmarked(bytes(open_ended[: max(room, 0)])))
             break
     return b"".join(parts)[:MAX_PROMPT_BYTES]

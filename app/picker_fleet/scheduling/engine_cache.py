@@ -31,7 +31,7 @@ _MOST_FACTOR: Final = math.log(64.0)  # the estimate stays within 1/64 to 64 tim
 _SLACK_BLOCKS, _SLACK = 2, 0.1  # cached tokens are converted to blocks with this error
 _SETTLED_S = 2.0  # an engine may still compute blocks that were sent a shorter time ago
 _MOST_STEPS = 8
-_STRIKES = 3  # answers in a row that show a cleared cache
+_STRIKES = 3  # contradicting answers in a row that show that the engine cleared its cache
 
 
 class Step(NamedTuple):
@@ -206,7 +206,7 @@ class EngineCache:
         return Expectation(self.life, tuple(steps))
 
     def teaches(self, evidence: Evidence) -> bool:
-        """Whether `learn` would change anything."""
+        """Whether `learn(evidence)` would change the estimate of the cache's capacity."""
         kept, evicted = evidence
         return not self.tells or self._strikes > 0 or kept > self.capacity or 0 < evicted <= self.capacity
 

@@ -139,7 +139,7 @@ class LatencyModel:
 
 
 class _Fit:
-    """One of the two times of one model.
+    """The regression for TTFT or TPOT of one model.
 
     Each observation adds to the sums with the weight `_gain`, which grows by 1/forgetting each time. So the
     sums need not be scaled down to forget old observations.
@@ -155,7 +155,7 @@ class _Fit:
         self._mean_log = 0.0  # mean over endpoints of the logarithms of their factors
         self._ratios = [0.0] * (2 * _ZERO_BIN + 1)  # weights of log ratios of actual to predicted times
         self._ratio_gain = 1.0
-        self._median = self._p90 = 1.0  # quantiles of actual to predicted times
+        self._median = self._p90 = 1.0  # quantiles of actual time / predicted time
         self._scales: dict[str, tuple[float, float]] = {}  # cache: address -> factor times each quantile
 
     def add(self, address: str, terms: tuple[float, ...], actual_s: float) -> None:

@@ -170,7 +170,7 @@ class Message(msgspec.Struct, eq=False):
     exclusive: bool
     resent: bool = False
     awaiting: deque[Call] = msgspec.field(default_factory=deque)  # calls without a reply yet, in order
-    retry: list[Call] = msgspec.field(default_factory=list)  # calls to write again, in order
+    retry: list[Call] = msgspec.field(default_factory=list)  # calls to send again, in order
     library_missing: bool = False
     loads: int = 0  # number of library loads for this message
     load_error: str = ""
@@ -253,7 +253,7 @@ class BatchingClient:
         self._lost = asyncio.Event()
         self._lost.set()
         self._fault = "not connected yet"
-        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # last failed library load, its time
+        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # (last failed library load, its time)
         self._not_primary = ""  # why the server is not usable as the primary; '' if it is
         self._timer: asyncio.TimerHandle | None = None  # timer that sends the next batch
         self._soon = False  # the next batch is sent in this turn of the event loop

@@ -154,7 +154,7 @@ class LiveConfig:
 
 @dataclass(slots=True)
 class Dispatched:
-    """A call of this replica tried to dispatch queued requests of any replica."""
+    """How often a script call of this replica tried and managed to dispatch queued requests."""
 
     attempts: int
     successes: int

@@ -84,7 +84,7 @@ class ServerCheck:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[bool]:
-        """Yields whether to ask for `what`: False once Redis has denied the command on this connection."""
+        """Yields whether to send the command `what`: False once Redis has denied it on this connection."""
         try:
             yield self._may_ask[what]
         except StateFault:

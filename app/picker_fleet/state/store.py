@@ -142,7 +142,7 @@ class Store:
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), own clock (s)
-        self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
+        self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> (its last JSON, the parsed JSON)
         self.replica = replica
         self.on_event: Callable[[Event], object] = lambda event: None
         self._metrics = metrics
@@ -408,7 +408,7 @@ class Store:
     async def set_tenants(self, kind: Literal["tenants", "tenant_changes"], nodes: Mapping[str, str]) -> str:
         """Change tenants' nodes: path -> JSON (lua/lib/tenants.lua), '' removes the node. `kind`: set by the
         configuration, or by operators. The path '' may come first, with a version: nothing is changed unless
-        this version is in force. Returns the new version; '' while the pool is unknown; STALE."""
+        this version is in force. Returns the new version, '' while the pool is unknown, or STALE."""
         version, left = "", list(nodes.items())
         while left:
             some, left = left[:_NODES_AT_ONCE], left[_NODES_AT_ONCE:]

@@ -104,7 +104,7 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx2", "httpcore2", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it would warn of malformed requests
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn would warn of malformed requests
     return handler
 
 
@@ -148,7 +148,7 @@ class OneASecond(logging.Filter):
 
     def _repeat(self, record: logging.LogRecord) -> None:
         if self._kinds.get((record.name, record.msg, POOL.get()), (0.0, 0))[1]:
-            record.exc_info = None  # the first line of this kind had the traceback
+            record.exc_info = None  # the first log line of a kind has the traceback
             logging.getLogger(record.name).handle(record)
 
 

@@ -218,7 +218,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
-        self._began = self._whole = False  # whether the answer has begun, whether it is complete
+        self._began = self._whole = False  # (whether the answer has begun, whether it is complete)
         self._closing = False
 
     @property
@@ -335,7 +335,7 @@ class Client:
 
         Closes the connection after `within_s` seconds, or when the client hangs up.
         """
-        exchange = _Exchange()  # starts the clock here, so that times include connecting
+        exchange = _Exchange()  # the time begins here, so it includes connecting
         await self._exchange(request, exchange, within_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 

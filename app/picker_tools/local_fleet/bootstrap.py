@@ -291,7 +291,7 @@ def _is_ip(host: str) -> bool:
 
 def _pool(settings: Settings, name: str, pool: Settings) -> Tree:
     """The Envoy cluster of the pool `name`; `settings` are the fleet's settings."""
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # some systems lack this option
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # some systems lack this socket option
     lost = [] if option is None else [_part("lost_data", level=socket.IPPROTO_TCP, name=option)]
     return _part(
         "pool",

@@ -260,7 +260,7 @@ class Replica:
 
 
 def _announcement(line: str) -> Announcement | None:
-    if not line.startswith('{"ready"'):  # any other line is a log entry
+    if not line.startswith('{"ready"'):  # a line that is no announcement is a log entry
         return None
     try:
         return msgspec.json.decode(line, type=Announcement)

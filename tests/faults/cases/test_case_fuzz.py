@@ -40,7 +40,7 @@ KINDS = {
 async def test_a_replica_survives_damaged_messages(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
     case.describe(f"{count} mutated {KINDS[case.mode]}")
-    # Warm up a replica. The bound is large: a placed request without an end counts until its lease ends.
+    # Warm up a replica. The bound is large, since a request whose end is lost counts until its lease ends.
     here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     replica = here.state["replicas"][0]
     async with grpc.aio.insecure_channel(replica["grpc"]) as channel:

@@ -263,7 +263,7 @@ class Exchange:
     # Place the request.
 
     async def _place_early(self) -> bool:
-        """Place the request before Envoy signals the end of its body. Returns whether to answer at once.
+        """Place the request before Envoy signals the end of its body. Returns whether to answer Envoy now.
 
         Only JSON objects are placed early: their closing brace shows that the body is complete.
         """

@@ -42,7 +42,7 @@ _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # ignore larger numbers, which cannot be to
 
 # Matches a string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
-# The outer group is not possessive: before Python 3.11.5 that keeps a part of its last try (gh-106052).
+# The outer group is not possessive, since before Python 3.11.5 re matches such groups wrongly (gh-106052).
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # a chunk cut off within a string ends here, or after the backslash of an escape
@@ -72,7 +72,7 @@ class ModelRename:
         self._kept_back = b""
         self._depth = 0
         self._outer = self._inner = False  # whether the JSON container at depth 1, at 2, may have the model
-        self._key, self._is_value = b"", False  # the container's last key; whether its value comes next
+        self._key, self._is_value = b"", False  # (the container's last key, whether its value comes next)
         self._in_string = self._line_ended = False
         self._events: bool | None = None  # whether the answer is a stream of events; None if not yet known
 
@@ -218,13 +218,13 @@ class UsageReader:
         self._inflated_bytes = 0
 
     def encoded(self, encoding: bytes) -> None:
-        """Set the answer's content-encoding. The reader decodes gzip and deflate; others yield no usage."""
+        """Set the answer's content-encoding. If it is not gzip or deflate, the reader finds no usage."""
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._is_encoded = True
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
     def add(self, chunk: bytes) -> bytes:
-        """Take the next chunk. Returns the decoded chunk."""
+        """Read the next chunk of the answer, and return it decoded."""
         self.total += len(chunk)
         if self._is_encoded and not (chunk := self._inflated(chunk)):
             return b""
