@@ -324,7 +324,7 @@ class Pool:
         """Keep the request intake up to date with the objectives and model rewrites in the Kubernetes API."""
         from picker_kubernetes.objects import InferenceObjects  # needs picker-fleet[kubernetes]
 
-        at = urlsplit(self.settings.redis.url)  # without the URL's user and password
+        at = urlsplit(self.settings.redis.url)  # user and password are left out below
         await InferenceObjects(
             named.pool,
             named.namespace,

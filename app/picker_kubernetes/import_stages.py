@@ -101,7 +101,7 @@ def _tokens(value: object, what: str) -> int:
 
 def of_one_profile(kinds: Iterable[str]) -> dict[str, Any]:
     """The section `scheduling.stages` for the plugins `kinds` of an only profile: a router of one stage
-    sends whole requests to the endpoints of this stage. Empty if the stage has the endpoints that decode."""
+    sends whole requests to the endpoints of this stage. {} if that stage is decode."""
     kept = [f"{ROLE} in ({_KEPT_ROLES[kind]})" for kind in kinds if kind in _KEPT_ROLES]
     return {"decode": {"selector": ", ".join(kept)}, "threshold": _NEVER_TOKENS} if kept else {}
 

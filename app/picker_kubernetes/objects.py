@@ -159,8 +159,8 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
-    """Find rewrites whose targets lead back to a matched model by way of other rules. Maps the name of such a
-    rewrite to the models in its cycle. The fleet still applies rewrites in a cycle: it rewrites a request's
+    """Find rewrites whose targets lead back to a matched model by way of other rules. Maps each rewrite's
+    name to the models in its cycle. The fleet still applies rewrites in a cycle: it rewrites a request's
     model only once. Finds at most `_MOST_CYCLES` cycles."""
     rewrites = list(rewrites)
     targets = {

@@ -108,7 +108,7 @@ async def _slowed(folder: Path, replicas: int, rounds: int) -> str:
 
 
 async def _scaled(folder: Path, replicas: int, rounds: int) -> str:
-    """Six servers of half the size join two."""
+    """A fleet of two servers gets six more, all of half the usual size."""
     async with servers(folder, [SLOTS // 2] * 8) as them:
         after = await _search(them, _CHATS, replicas)
         await them.show(2)

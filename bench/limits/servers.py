@@ -85,7 +85,7 @@ class Servers:
 
 @contextlib.asynccontextmanager
 async def servers(folder: Path, sizes: Sequence[int], **more: Any) -> AsyncIterator[Servers]:
-    """Run servers until the block ends; all are shown. `more` are further arguments of `Servers`."""
+    """Run servers until the block ends; the fleet gets all. `more` are further arguments of `Servers`."""
     them = Servers(folder / "endpoints.yaml", sizes, **more)
     try:
         for address in them.addresses:

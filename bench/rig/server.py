@@ -32,7 +32,7 @@ def arrival(
     request_id: str, flow: str, *, workload: str = "", candidates: str = "*", **others: float
 ) -> bytes:
     """Pack an arrival for the script `admit`: a request of weight and cost 1, by default for any endpoint.
-    `others`: more numbers of the arrival, by name."""
+    `others`: further numeric fields of the arrival."""
     numbers = {"weight": 1, "cost": 1, "criticality": 3, **others}
     texts = (request_id, "1", flow, workload, "llama", candidates, "")
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))

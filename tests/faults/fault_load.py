@@ -106,7 +106,7 @@ def settle_all(replica: Replica, *request_ids: str) -> None:
 
 
 async def rests_within_a_lease(fleet: Fleet) -> None:
-    """Wait until all counts of requests are 0. Fails after a lease, a sweep and MACHINE_S."""
+    """Wait until all counts of requests are 0. Fails after the time of a lease, a sweep and MACHINE_S."""
     await until(lambda: _rests(fleet), LEASE_S + SWEEP_S + MACHINE_S)
 
 

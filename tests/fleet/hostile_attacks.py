@@ -119,7 +119,7 @@ async def _connected(
     async with asyncio.timeout(_PATIENCE_S):
         connecting = socket.socket()
         connecting.setblocking(False)
-        # Without it each bind searches thousands of used ports, which stops the whole machine's connections.
+        # Without this option a bind searches thousands of used ports, which stops the machine's connections.
         connecting.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
         connecting.bind((ADDRESS, 0))
         try:

@@ -63,8 +63,8 @@ class Server:
         self.away = False
 
     def catch_up(self) -> None:
-        """Wait until Valkey has answered all earlier commands: it serves its connections in turn. Without a
-        new command (`is_busy`) return at once."""
+        """Wait until Valkey has answered all earlier commands: it serves its connections in turn. If no
+        command is new (`is_busy` is false), return at once."""
         for _ in range(2 if self.is_busy and not self.away else 0):
             self._ask(b"PING\r\n")
         self.is_busy = False

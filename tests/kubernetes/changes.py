@@ -91,7 +91,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
 
 async def until_out(seat: Seat, load: Load, host: str) -> float:
     """Wait until the server at `host` gets no further request while others serve. Returns the monotonic time
-    at which its last request was seen to end."""
+    at which the server's last request was seen to end."""
     last, last_s, end_s = await seat.received(host), time.monotonic(), time.monotonic() + READY_S
     served = load.served
     while time.monotonic() < last_s + _QUIET_S or load.served < served + 50:

@@ -125,7 +125,7 @@ def call_of(request_id: str) -> Call:
 
 
 async def _served(gate: Admission, request_id: str) -> bool:
-    """Admit the request, serve it and settle it. False if it is refused or its client leaves."""
+    """Admit the request, serve it and settle it. False if the request is refused or its client leaves."""
     call = call_of(request_id)
     try:
         async with asyncio.timeout(call.leaves_s):

@@ -157,7 +157,7 @@ async def _run(seed: int | None, lasts_s: float, mode: str) -> _Run:
 @contextlib.asynccontextmanager
 async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIterator[dict[str, float]]:
     """Stop and continue `processes` until the block ends; afterwards all run. Yields, by name, the seconds
-    for which each process was stopped so far. `seed` and a process's name determine its stops."""
+    for which each process was stopped so far. `seed` and its name determine when a process stops."""
     stopped_s = dict.fromkeys(processes, 0.0)
 
     async def pulse(name: str, process: psutil.Process) -> None:

@@ -129,8 +129,8 @@ class SharedQueue(FairQueue[Request]):
         self._log("throttled", child)
 
     def wait_for_endpoints(self, r: Request, closed: Collection[str]) -> None:
-        """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`. If r is its
-        next request, forget other blockers."""
+        """Let request r's throttled flow queue wait for room on one of the endpoints in `closed`. If r is the
+        queue's next request, forget other blockers."""
         at, queue = (r.priority, r.flow_queue), self.bands[r.priority].queues[r.flow_queue]
         former = self._blocked.pop(at, {})
         self._probes.discard(at)

@@ -59,7 +59,7 @@ class SweptQuotas(Quotas):
             self._count_served(charge.flow, cost)
 
     def send_back(self, request_id: str, cost: float) -> None:
-        """Undo `count_start`: the request waits again. Nodes that do not queue keep their charges."""
+        """Undo `count_start`: the request waits again. Only nodes with `over_limit: queue` refund."""
         charge = self.charges.get(request_id)
         if charge is not None:
             charge.started = False

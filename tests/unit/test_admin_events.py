@@ -121,7 +121,7 @@ async def test_an_sse_comment_keeps_a_silent_connection_open() -> None:
 
 
 async def test_event_streams_end_and_none_starts_when_the_replica_stops(source: CountingSource) -> None:
-    events = Events(source, interval_s=3600.0)  # so long that only one read happens in the test
+    events = Events(source, interval_s=3600.0)  # the interval allows only one read in the test
     listener = joined(events)
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()

@@ -130,7 +130,7 @@ def test_with_unit_tokens_bounds_are_in_tokens_and_a_static_pool_requires_a_wate
     found = parse({"request_queue_controller": {"unit": "tokens"}})
     assert found.request_queue_controller.is_adaptive
     assert found.request_queue_controller.upper_per_backend == 4096
-    assert found.claim_share == 0.25  # a request takes its cost, not 1 as if limits counted requests
+    assert found.claim_share == 0.25  # a limit in tokens counts a request's cost, not each request as 1
     message = fault({"request_queue_controller": {"unit": "tokens", "mode": "static"}})
     assert message.startswith("request_queue_controller: unit tokens needs watermark_per_backend")
     assert "in tokens" in message

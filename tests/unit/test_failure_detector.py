@@ -181,7 +181,7 @@ def test_the_kernels_scheduling_delay_counts_as_a_pause_from_the_second_close_ti
     time.passes(TICK_S, closely=True)
     time.delayed_s += 0.07
     assert time.passes(TICK_S, closely=True) == pytest.approx(0.03)
-    # Only two successive ticks with `closely` give the kernel's delay, so a plain tick between them hides it.
+    # Only two successive ticks with `closely` measure the kernel's delay; a plain tick between hides it.
     time.passes(TICK_S)
     time.delayed_s += 5.0
     assert time.passes(TICK_S, closely=True) == pytest.approx(TICK_S)

@@ -44,10 +44,10 @@ _UNREAD_S = 0.5  # after a whole answer, wait this long for the report of the en
 class Admission:
     """Admits, places and accounts for requests. All calls come from one event loop.
 
-    `Membership` (fleet/) uses two attributes of `Admission`: `queue` (the requests that wait in Redis) and
-    `failover`. Each placement calls `record_cost` with priority, flow and cost; each end of a request calls
-    `record_usage` with the completion, flow ('' if unknown) and model. The iterator `attempts` numbers the
-    streams of requests, by default 1, 2, …
+    `Membership` (fleet/) uses the attributes `queue` (the requests that wait in Redis) and `failover`. Each
+    placement calls `record_cost` with priority, flow and cost; each end of a request calls `record_usage`
+    with the completion, flow ('' if unknown) and model. The iterator `attempts` numbers the streams of
+    requests, by default 1, 2, …
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 One report that Envoy could not connect takes an endpoint from the whole fleet, and whoever reaches the gRPC
 port can send one: Envoy's log entry of a failed attempt has no accounting token, and a caller gets tokens for
-requests of its own. So the replica first tries to connect itself.
+requests of its own. So the replica first tries to connect to the endpoint itself.
 """
 
 import asyncio

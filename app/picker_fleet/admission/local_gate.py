@@ -228,7 +228,7 @@ class LocalGate:
 
     def charged(self) -> list[str]:
         """The running requests that this replica has charged to tenants' limits. Another replica may have
-        received the ends of some."""
+        received the end of such a request."""
         charges = self._quotas.charges if self._quotas is not None else {}
         return [request_id for request_id, charge in charges.items() if charge.started]
 

@@ -70,8 +70,8 @@ class Waiter(msgspec.Struct, eq=False):
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
     answered the placement yet. `unacknowledged`: the grant placed the request, and Redis may lack the
-    acknowledgement. `error`: the error that ends the wait without a verdict. `placed`: the placement, without
-    endpoints until it is made. `loads`: the endpoints' loads when the placement was made.
+    acknowledgement. `error`: the error that ended the wait instead of a verdict. `placed`: the placement,
+    without endpoints until it is made. `loads`: the endpoints' loads when the placement was made.
     """
 
     request: InferenceRequest
@@ -408,7 +408,7 @@ class SharedQueue:
             if (
                 waiter is not None
                 and waiter.attempt == notification.attempt
-                and not self.pause_detector.resumed_recently  # after a pause another replica owns the request
+                and not self.pause_detector.resumed_recently  # a pause makes another replica the owner
             ):
                 return self._on_placed(waiter, verdict)
             verdict = Verdict.GRANTED  # ask Redis for a placement, as after a grant without placement

@@ -310,7 +310,7 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # of waiting requests' bodies
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # maximum bytes of waiting bodies
 
     @property
     def label(self) -> str:

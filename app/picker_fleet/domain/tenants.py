@@ -209,7 +209,7 @@ class Tenants(Section):
     # Trusted headers whose values, joined by the separator, are the flow. Null: the flow is the fairness id.
     headers: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_LEVELS)
     nodes: Annotated[tuple[Node, ...], BeforeValidator(_few_nodes)] = ()
-    prices: Mapping[Name, Price] = Field(default={}, max_length=1000)  # by model; `*`: any other model
+    prices: Mapping[Name, Price] = Field(default={}, max_length=1000)  # model (`*`: others) -> price
     file: FilePath | None = None  # a watched YAML file with the list of nodes
 
     @field_validator("separator")

@@ -188,7 +188,7 @@ class MetricsCache:
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
-        self._worked: dict[str, EndpointMetrics] = {}  # by address: the newest reading of a successful scrape
+        self._worked: dict[str, EndpointMetrics] = {}  # address -> newest reading of a good scrape
         self._snapshot: Readings | None = None  # the cached snapshot; None after an update
         self._snapshot_s = 0.0
 

@@ -50,7 +50,7 @@ _ACKNOWLEDGED_LOOK_S = 0.1  # interval of checks whether Envoys have acknowledge
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
-_NO_LIST = "no_list"  # in the replica info while discovery has reported no list of endpoints
+_NO_LIST = "no_list"  # field of the replica info while discovery has reported no endpoint list
 _SUSPECTS_S = 0.05  # interval of sweeps while requests may have ended without a report
 _SWEEPS_OF_RATE = 3  # the rate of dispatches is mostly of so many sweeps
 
@@ -431,7 +431,7 @@ class Membership:
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait((task,), timeout=self._leases.heartbeat))[0]:
-                with contextlib.suppress(StateFault):  # if Redis fails, the work reports it
+                with contextlib.suppress(StateFault):  # if Redis fails, `work` raises the fault
                     await self._call("")
             return task.result()
         finally:

@@ -26,7 +26,7 @@ _log = logging.getLogger(AUDIT)
 
 class TenantNodes:
     """The nodes of tenants from this replica's configuration, or the file named there, and the nodes in
-    force. Without tenants nothing is read or written."""
+    force. If no tenants are configured, no nodes are read or written."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store

@@ -521,7 +521,7 @@ class Peers:
         return self.limits.streams - self.count - kept
 
     def begin(self, stream: GrpcStream) -> None:
-        """Count a new stream, which has no message yet. If too many streams have none, refuse the oldest."""
+        """Count a new stream without a message. If too many streams have no message, refuse the oldest."""
         self.count += 1
         self._silent[stream] = None
         stream.connection.silent += 1

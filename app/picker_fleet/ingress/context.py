@@ -332,8 +332,8 @@ class Decision:
     """Follows one request until Envoy gets its endpoints or its refusal; counts and logs the outcome.
 
     `mode` is `standard`, `lean` or `http`. In `standard` the end of the request's stream settles the request;
-    in the modes `lean` and `http` its access-log entry does. `path` selects the error format of a refusal.
-    `trusts_id`: Envoy itself has set the header x-request-id.
+    in the modes `lean` and `http` the request's final access-log entry does. `path` selects the error format
+    of a refusal. `trusts_id`: Envoy itself has set the header x-request-id.
 
     `placement` is set from the admission until `placed` or `withdraw` is called. `request_id` is the
     request's id in the access log; '' if the picker needs no access-log entry about the request. `pressure`

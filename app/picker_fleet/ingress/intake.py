@@ -321,7 +321,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Split] = {}
         self._any_rewrite: Split | None = None
-        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # (model, objective) -> settings
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 
 START_TOKENS: Final = 1000
 LEAST_TOKENS: Final = 16  # a shorter prompt fills no block of vLLM's KV cache: nothing could be transferred
-# Part of the requests that take the slower choice if that is hardly slower. If the slower choice is predicted
-# to take n times as long, an n-th of this part takes it: exploring adds at most this part to the time.
+# The fraction of requests that take the slower choice if that is hardly slower. If the slower choice would
+# take n times as long, 1/n of this fraction takes it: exploring adds at most this fraction to the time.
 _EXPLORED: Final = 1 / 64
-_EXPLORED_UNKNOWN: Final = 1 / 8  # as _EXPLORED, until some fifty requests have shown the choice's time
+_EXPLORED_UNKNOWN: Final = 1 / 8  # replaces _EXPLORED until some fifty requests have shown the choice's time
 
 
 class StageTimes(NamedTuple):

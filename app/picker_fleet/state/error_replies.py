@@ -43,7 +43,7 @@ ERROR_REPLIES = (
     ("ERR Can not run script with write flag on readonly replica", "elsewhere"),
     ("MASTERDOWN ", "elsewhere"),
     ("UNBLOCKED ", "elsewhere"),
-    ("NOREPLICAS ", "elsewhere"),  # by `min-replicas-to-write`: another primary may have been chosen
+    ("NOREPLICAS ", "elsewhere"),  # too few replicas (`min-replicas-to-write`): another primary may exist
     ("CLUSTERDOWN ", "elsewhere"),
     ("LOADING ", "elsewhere"),
     ("NOAUTH ", "elsewhere"),

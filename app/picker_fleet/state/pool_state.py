@@ -14,7 +14,7 @@ from picker_fleet.domain.request import Ejection, Endpoint, PromptLine
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import UNPICKABLE
 
-PREFILL = "prefill="  # before the address in the name of a limit in the stage prefill
+PREFILL = "prefill="  # prefix of the address in the name of a limit for the stage prefill
 _NEW_S = 1.0  # a limit found more recently may have been stored after the limits in force were read
 _UNKNOWN_EJECTION = Ejection("unknown", 0)
 

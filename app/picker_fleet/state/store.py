@@ -281,8 +281,8 @@ class Store:
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[Renewal]:
-        """Renew the lease of a request that ran `ago_s` ago. `attempt` is None if an access log reports
-        this."""
+        """Renew the lease of a request that ran `ago_s` ago. `attempt` is None if an access-log entry shows
+        that it runs."""
         mine = "" if attempt is None else attempt
         args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
         return self._client.submit("renew", args)

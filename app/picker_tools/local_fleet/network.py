@@ -19,7 +19,7 @@ ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # environment variable with the admin API's
 
 
 def free_port() -> int:
-    """A port on the loopback that is free now. Another process may take it meanwhile, so callers retry."""
+    """A port on the loopback that is free now. Another process may take the port, so callers retry."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]

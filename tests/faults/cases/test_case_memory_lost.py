@@ -69,8 +69,8 @@ async def _placed(redis: Any) -> set[bytes]:
 
 
 async def _longest(redis: Any) -> set[bytes]:
-    """Ids of the six long streams once all are placed, else empty. Only these requests have no flow named
-    `flow-`."""
+    """Ids of the six long streams once all are placed, else empty. All other requests have flows named
+    `flow-…`."""
     records = await redis.hgetall(KEYS.prefix + "requests")
     placed = await _placed(redis)
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}

@@ -150,7 +150,7 @@ class Exchange:
                 if ended:
                     return await self._answer_body()
                 # Envoy signals the end of a body in a separate message. Once all bytes of the content-length
-                # have arrived, place the request without waiting for that message. Send an answer of one
+                # have arrived, place the request without waiting for the signal. Send an answer of one
                 # message at once; an answer in chunks waits for the signal, which arrives during placement.
                 if self.awaits_end and not self._tried and await self._place_early():
                     return await self._answer_body()
