@@ -32,7 +32,7 @@ _READY_S, _DRAIN_S, _SAMPLE_S = 30.0, 10.0, 0.5
 
 
 class Servers:
-    """Model servers of given sizes (sequences at once). The fleet discovers the first `shown` of them, with
+    """Model servers of given sizes (sequences at once). The fleet discovers the first `shown` servers, with
     their `roles` (default: none)."""
 
     def __init__(

@@ -354,7 +354,7 @@ def _half_streams(number: int) -> bytes:
 
 
 async def _unread(target: Target, number: int) -> str:
-    """Ask for an answer, but allow none of its bytes; leave a little later."""
+    """Ask for an answer whose bytes flow control forbids; disconnect a little later."""
     stream, head = _asking().begin()
     async with _connected(target, "envoy") as (reader, writer):
         writer.write(_HELLO + _windows(0) + head + frame(DATA, END_STREAM, stream, _ask()))

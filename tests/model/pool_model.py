@@ -418,8 +418,8 @@ class PoolModel:
         return {each: self.endpoints.counts[each] / max(cap, 1) for each, cap in limits.items()}
 
     def _compared(self, found: Mapping[str, Any], caps: str, prefix: str = "") -> dict[str, float]:
-        """Of the limits `found`, those that still double: compared with loads, all count as the highest.
-        `caps` is the setting with discovery's limits."""
+        """The limits in `found` that still double; compared with loads, each counts as the highest such
+        limit. `caps` is the setting with discovery's limits."""
         s, names = self.moment.settings, self._found.get("doubling", ())
         if (self._found.get("unit") == "tokens") != self.in_tokens:
             return {}

@@ -116,7 +116,7 @@ class SharedQueue(FairQueue[Request]):
         return bool(self.throttled(r))
 
     def throttled(self, r: Request) -> list[str]:
-        """The throttled ones of r's flow queue and the nodes above it."""
+        """All throttled nodes among r's flow queue and its ancestors."""
         return [child for order, child, _ in self._levels_of(r) if child in order.throttled]
 
     def is_in_order(self, r: Request) -> bool:

@@ -806,7 +806,7 @@ async def test_each_step_of_the_event_loop_handles_a_limited_number_of_tiny_mess
     async def handler(stream: Stream) -> bytes | None:
         handled.append(await stream.read() or b"")
         if waits:
-            await release.wait()  # meanwhile the messages are queued
+            await release.wait()  # further messages are queued during this wait
         if relays:
             await stream.relay(lambda message: ((), handled.append(message) is not None))
         else:

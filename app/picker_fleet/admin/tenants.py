@@ -132,7 +132,7 @@ class TenantTree:
 
     async def _set(self, request: Request, path: str, text: str) -> models.TenantChange:
         """Store the live change `text`; '' removes the change, and the configured settings apply again. If
-        another change is made meanwhile, by any replica, check the change against that one, too."""
+        another change is made meanwhile, by any replica, check this change against the other change, too."""
         answer = STALE
         while answer == STALE:
             version = await self._store.tenants_version()

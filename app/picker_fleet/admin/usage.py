@@ -65,7 +65,7 @@ class UsageExport:
 
     async def rows(self, hour: int, *, is_followed: bool) -> AsyncGenerator[list[Row], None]:
         """The rows of an hour by tenant and model, a few at a time: requests must not wait while 100 000 rows
-        are made. `is_followed`: the next hour has usage, too. Waits while `_MOST_HOURS` hours are read."""
+        are made. `is_followed`: the next hour has usage. At most `_MOST_HOURS` hours are read at once."""
         async with self._reading:
             async for part in self._rows(hour, is_followed=is_followed):
                 yield part

@@ -155,8 +155,8 @@ class FlowQueue(Generic[R]):
         return self._best() if self._by_score else self.requests.first()
 
     def newest(self) -> R:
-        """The request to preempt first: the last in arrival or, under `edf`, the one whose deadline less its
-        predicted time is latest."""
+        """The request to preempt first: the last in arrival or, under `edf`, the request with the latest
+        deadline minus predicted time."""
         return self.requests.last()
 
     def refresh(self) -> None:

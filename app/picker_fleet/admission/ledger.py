@@ -36,7 +36,7 @@ class Phase(enum.Enum):
     | (unknown) | end      | ENDED     | this replica did not know of the request before its end             |
     | PLACED    | withdraw | WITHDRAWN | Envoy never got the placement and may send the request elsewhere    |
     | PLACED    | see      | SEEN      | stays PLACED if this replica owns the stream or placed it alone     |
-    | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end will not do so again    |
+    | WITHDRAWN | see      | SEEN      | the withdrawal released the budget; the end releases none    |
     | any       | place    | PLACED    | a new request with the same id, or Envoy's retry                    |
     | any       | end      | ENDED     | further ends and late access-log entries change nothing;            |
     |           |          |           | but the end that follows a slowly read answer is counted            |

@@ -221,7 +221,7 @@ class Quotas:
         return None
 
     def start(self, request_id: str) -> None:
-        """Charge a request that starts to those limits that have not yet charged it."""
+        """A request starts: charge it to all limits to which it has not been charged yet."""
         charge = self.charges.get(request_id)
         if charge is not None and not charge.started:
             charge.started = True

@@ -6,7 +6,7 @@ flow is a path: acme/search/key-17 is a leaf below the inner nodes acme and acme
 Why flows get their shares (G2; Goyal, Vin, Cheng 1996; on several servers: Jin, Chase, Kaur, SFQ(D), 2004).
 A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F is the flow
 queue's tag when its last request left. A turn serves the flow queue with the least S, sets v = S, and adds
-the share c/w (cost over weight) to that tag. While f is backlogged, v <= S_f <= v + s_f, s_f being its
+the share c/w (cost over weight) to that queue's S. While f is backlogged, v <= S_f <= v + s_f, s_f being its
 largest share: no tag is below v, because turns take the least tag and newcomers start at v or above; and S_f
 was at most v when f was last served or started, and v never falls. The service of flow queue f in an interval
 is the growth of its tag S_f, which differs from the growth of v by at most f's largest share s_f. So the

@@ -180,7 +180,7 @@ class Scheduling(Section):
 
     @property
     def prefill_weights(self) -> dict[str, float]:
-        """The weights for the stage prefill; without own scorers, the pool's scorers for it."""
+        """The weights for the stage prefill; by default the weights of the pool's scorers that fit it."""
         own = self.stages.prefill.scorers
         shared = {name: weight for name, weight in self.scorers.items() if use_of(name).prefill}
         return self._with_topology(shared if own is None else own)

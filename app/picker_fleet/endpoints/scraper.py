@@ -155,7 +155,7 @@ class Scraper:
 
     def suspect(self, addresses: Sequence[str], *, notify: bool = False) -> None:
         """Read the pages of `addresses` more often for a while: requests in flight there may have ended
-        unreported. With `notify`, other replicas do so for the `addresses` that they scrape."""
+        unreported. With `notify`, other replicas read the pages of the `addresses` that they scrape."""
         if notify:
             self._unsent_suspects = tuple(addresses)
         until_s = self._clock() + _SUSPECTED_S

@@ -8,7 +8,7 @@ has to find the number at which an engine's batch is full and no request waits b
   after the first signal of a full engine by small steps. Bounds of an operator may push the limit far below
   the number at which the engine was full; then it doubles again.
 - A limit falls as soon as the engine queues requests that it does not start, or preempts many or refuses any.
-  The number of running requests shows how many fit, so the limit falls at once to that number and a slack.
+  The number of running requests shows how many fit, so the limit falls at once to that number plus a slack.
   After a fall, growth pauses; the pause doubles each time the same number turns out to be too many. A KV
   cache that nears its end only ends the doubling: once it is full, the engine queues or preempts.
 - A limit falls if requests at that limit would miss a latency objective, and never grows to such a value.
@@ -99,7 +99,7 @@ class Observation:
 
     @property
     def is_on_page(self) -> bool:
-        """Whether the page shows at least half of the requests; further ones may wait before its queue."""
+        """Whether the page shows at least half of the requests; others may wait in front of the engine."""
         return self.page is not None and self.page.running + self.page.waiting >= self.requests / 2
 
     @property

@@ -49,8 +49,8 @@ class Connections(Generic[Connection]):
     """The connections of `port`, at most `limit`; `all` has each of them.
 
     At the limit, a new connection replaces an idle one: the oldest that was never busy, or else the one that
-    has been idle for longest. The last quarter of the limit is kept for other addresses than the one that has
-    all others, since requests without end keep connections busy.
+    has been idle for longest. One address gets at most three quarters of the limit, since requests without
+    end keep connections busy.
     """
 
     def __init__(self, port: str, limit: int) -> None:

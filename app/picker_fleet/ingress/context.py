@@ -355,8 +355,8 @@ class Decision:
         self._ask: Ask | None = None  # is set only while KV events are read
 
     async def route(self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None) -> None:
-        """Choose endpoints for a request that needs no admission. The first endpoint is the one that stores
-        the state which the request names, else the endpoint of the request's session.
+        """Choose endpoints for a request that needs no admission. The first endpoint stores the state that
+        the request names, or else has served the request's session.
 
         Raises:
             NoEndpoints: no endpoint, or no endpoint of the subset, is ready.

@@ -220,7 +220,7 @@ class EndpointChooser:
         return bool(self._endpoints.current.encoders)
 
     def encoders(self, request: InferenceRequest, placement: Placement) -> tuple[str, ...]:
-        """The endpoints that encode the media of `request`, at most one for each of them; none if its
+        """The endpoints that encode the media of `request`, at most one for each item; none if the request's
         endpoint or prefill endpoint encodes, too.
 
         Redis does not count an encoder's requests, since no report says when an encoder ends. Draw twice

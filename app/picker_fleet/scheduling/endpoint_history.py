@@ -204,7 +204,7 @@ class PrefixIndex:
         return {address: _matched(hashes, cache.cached) for address, cache in pairs if first in cache.cached}
 
     def expect(self, address: str, hashes: Sequence[bytes]) -> Expectation | None:
-        """The ranks of the blocks `hashes` on `address` now; None if it has none of them."""
+        """The ranks of the blocks `hashes` on `address` now; None if it has no such block."""
         cache = self._caches.get(address)
         expected = cache.expect(hashes, self._clock()) if cache is not None else None
         return expected if expected is not None and expected.steps else None

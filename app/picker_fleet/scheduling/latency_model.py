@@ -123,7 +123,7 @@ class LatencyModel:
         return self.forecast(model, address, Load(prefill_tokens, others, kv_utilisation))
 
     def current_models(self, now_s: float) -> Iterator[str]:
-        """The models of which a request was learnt recently; later ones are learnt anew."""
+        """The models with recent observations; a model without recent observations is learnt anew."""
         return (name for name, known in self._models.items() if now_s - known.learnt_s <= MOST_GAP_S)
 
     def learnt_s(self, model: str) -> float:

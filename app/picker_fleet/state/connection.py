@@ -124,7 +124,7 @@ class Call(msgspec.Struct, eq=False):
 
 
 class DelayedCalls:
-    """Collects calls; `delay_s` after the first, passes the unanswered ones to `on_due`."""
+    """Collects calls; `delay_s` after the first call, passes unanswered calls to `on_due`."""
 
     def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
         self._delay_s, self._on_due = delay_s, on_due

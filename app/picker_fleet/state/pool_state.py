@@ -162,7 +162,7 @@ def parse_found_limits(text: str | None) -> Mapping[str, FoundLimit]:
 def why_limited(
     endpoint: Endpoint, limit: int | None, found: FoundLimit | None, most: int | None, now_us: int
 ) -> tuple[str | None, float | None]:
-    """Why the limit in force is `limit`, at most `most`, and the seconds since the fleet set it to that."""
+    """Why the limit in force is `limit`, at most `most`, and the seconds since the fleet set it."""
     if limit is None or found is None:
         return None, None
     moved_s = max(0.0, now_us / 1e6 - found.changed_ms / 1e3)

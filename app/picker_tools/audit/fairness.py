@@ -451,7 +451,7 @@ class Fairness(Check):
                     queue.service.rebase(by)
 
     def _drop_idle(self) -> None:
-        """If there are many flows and tenants, drop the ones whose tags have no effect, as the scripts do."""
+        """If there are many flows and tenants, drop members whose tags have no effect, as the scripts do."""
         requests, flow_queues = self._replay.requests, self._replay.flow_queues
         if len(flow_queues) <= 8 * len(requests) + 1000:
             return

@@ -239,7 +239,7 @@ class FlowQueues:
         return len(self._flow_queues)
 
     def _take_turns(self, queue: FlowQueue, was_servable: bool) -> None:
-        """Record that a flow queue begins or ceases to take turns, and ancestors of it with it."""
+        """Record that a flow queue, and with it maybe its ancestors, begins or ceases to take turns."""
         while (change := queue.is_servable - was_servable) and queue.parent is not None:
             was_servable = queue.parent.is_servable
             queue = queue.parent

@@ -260,7 +260,7 @@ class Replay:
     settings in force. waiting, orphaned, running: the number of known requests in that state. stock, queued:
     the values in the last entry; None before the first entry. reordering: requests that waited when the order
     changed. The log does not show when the sweep reorders a request in `reordering`, so the checks do not
-    check order while one of them waits.
+    check order while such a request waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:

@@ -4,7 +4,7 @@ The guard's share of dispatches is the setting `guard_share`. At every dispatch 
 
 - The guard serves the request with the least due time among those whose flow queues are not throttled.
 - Of any n successive dispatches, the guard makes at most share·n + 1. If the guard sees an overdue request at
-each of the n dispatches, it makes at least ⌊share·n⌋ − 1 of them.
+each of n dispatches, it makes at least ⌊share·n⌋ − 1 dispatches.
 - A request behind k requests that are overdue for longer is served, or ends, within ⌈(k + 1)/share⌉
   dispatches at which the guard sees an overdue request. The count of dispatches restarts when throttling of
   the request's flow ends. If the share changes, each dispatch counts with the share at the dispatch before.

@@ -41,7 +41,7 @@ class UpOptions:
     """The options of `picker up`. Ports are on the loopback; port 0 is any free port. Without `redis` the
     fleet has an embedded Valkey.
 
-    `prefill`: how many of the `endpoints` prefill for the rest, which decode; 0: endpoints have no roles.
+    `prefill`: how many of the `endpoints` prefill for the other endpoints, which decode; 0: no roles.
     """
 
     replicas: int
