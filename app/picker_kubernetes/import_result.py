@@ -35,7 +35,7 @@ def listed(tree: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """The object `value`, empty for None. Raises ConfigError, which names `where`, for any other value."""
+    """Return `value` if it is an object, {} if it is None; else raise ConfigError, which names `where`."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -730,7 +730,7 @@ _FIELDS = b"x-field: " + b"x" * 1000 + b"\r\n"
 _CHECKS = (  # an attacker sends each of these requests at 100 MB/s
     (_CHECK % b"1.1", _FIELDS * 1000),  # headers
     (_CHECK % b"1.1" + _CHUNKED + b"0\r\n", _FIELDS * 1000),  # trailers
-    (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of a chunk
+    (_CHECK % b"1.1" + _CHUNKED, b"1;" + b"x" * 1_000_000 + b"\r\nx\r\n"),  # an extension of an HTTP chunk
     (_CHECK % b"1.1" + b"x: ", b"x" * 1_000_000),  # one header
     (_CHECK % b"2.0" + b"content-length: 2\r\n\r\n{}", b""),
     (b"", b"GET / HTTP/1.1\r\n\r\n" * 14_000),  # requests at once, without waiting for an answer

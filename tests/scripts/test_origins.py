@@ -70,7 +70,7 @@ async def test_the_sweep_bounds_the_age_and_number_of_ids(fleet: OpenFleet) -> N
         assert not await it.has("origins")
 
 
-async def test_only_if_an_endpoint_is_down_reads_of_its_state_go_elsewhere(
+async def test_reads_of_stored_state_go_to_another_endpoint_only_if_its_endpoint_is_down(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", endpoints=2) as (_, a):
@@ -83,7 +83,7 @@ async def test_only_if_an_endpoint_is_down_reads_of_its_state_go_elsewhere(
         assert a.route((E1,), origin=E2) == (E1,)
 
 
-async def test_only_if_an_endpoint_is_down_requests_with_its_state_go_elsewhere(
+async def test_requests_with_stored_state_go_to_another_endpoint_only_if_its_endpoint_is_down(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", listening=True, endpoints=2) as (it, a):

@@ -422,7 +422,7 @@ def test_the_cost_of_a_request_is_the_sequences_and_tokens_that_an_engine_runs(
     "a section with invalid UTF-8": (b'"sampling_params": [{"n": 64, "stop": "\xff"}]', 64),
     "a section with a number of too many digits": (b'"options": {"n": ' + b"9" * 5000 + b"}", 1),
 })  # fmt: skip
-def test_a_member_that_only_some_json_readers_take_is_costed_by_what_can_be_read(
+def test_a_member_that_only_some_json_readers_accept_is_costed_by_its_readable_part(
     member: bytes, sequences: int
 ) -> None:
     body = b'{"model": "m", "prompt": "p", %s}' % member

@@ -93,7 +93,7 @@ def check(group: str, name: str, parameters: Mapping[str, Any]) -> None:
     """Check that the extension `name` of `group` can be used with `parameters`.
 
     Raises:
-        ValueError: as `find`, or parameters are invalid; the message names extension and keys.
+        ValueError: the faults that `find` finds, or invalid parameters; the message names extension and keys.
     """
     _parsed(group, name, parameters)
 
@@ -102,7 +102,7 @@ def made(group: str, name: str, parameters: Mapping[str, Any]) -> Any:
     """The scorer, filter, ordering or cost estimator `name`, made with `parameters`.
 
     Raises:
-        ValueError: as `check`, or the extension cannot be made.
+        ValueError: the faults that `check` finds, or `make` of the extension fails.
     """
     extension, own = _parsed(group, name, parameters)
     try:

@@ -23,7 +23,7 @@ class Rates:
         self._burst = burst
         self._most_keys = most_keys
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, time of counting
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # (tokens left, when counted)
 
     def take(self, key: str = "", cost: float = 1.0) -> float:
         """Take `cost` tokens from the bucket of `key`. Returns 0, or the seconds until there are enough."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from picker_fleet.state.primary import keepalive_options
 
-_MOST_MESSAGE_BYTES = 512 * 1024  # about 70 000 tokens in one step of the engine
+_MOST_MESSAGE_BYTES = 512 * 1024  # enough for a step of the engine that stores about 70 000 tokens
 _PART_BYTES = 1024  # added to the size of each part, so that the limit also bounds the number of parts
 _ANSWER_S = 5.0
 _COMMAND_PAUSE_S = 0.002  # pause after a command, such as a heartbeat

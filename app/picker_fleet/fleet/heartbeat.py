@@ -209,7 +209,7 @@ class Membership:
         self._stored_info = ""  # the replica info that the shared state has; '': unknown
         self._lost = False  # whether the shared state may lack this replica's requests
         self._state: SharedState | None = None  # the shared state read last
-        self._followed_s = -math.inf  # when all parts of the replica last got a state
+        self._followed_s = -math.inf  # when all parts of the replica last got the shared state
         self._follow_up: asyncio.TimerHandle | None = None
 
     def leads(self) -> bool:

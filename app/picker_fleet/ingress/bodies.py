@@ -112,7 +112,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
                 chunk = decoder.decompress(more, _STEP_BYTES)
                 yield chunk
                 more = decoder.unconsumed_tail
-                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk the decoder may have more
+                if not more and len(chunk) < _STEP_BYTES:  # a full chunk: the decoder may hold more
                     break
         at -= len(decoder.unused_data)
 

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 _GAIN = 0.2
 _LEAST_STEP, _MOST_STEP = 0.01, 0.15  # step of the capacity's logarithm for one piece of evidence
 _MOST_FACTOR: Final = math.log(64.0)  # the estimate stays within 1/64 to 64 times the reported capacity
-_SLACK_BLOCKS, _SLACK = 2, 0.1  # cached tokens are converted to blocks with this error
+_SLACK_BLOCKS, _SLACK = 2, 0.1  # error of converting cached tokens to blocks: blocks, fraction
 _SETTLED_S = 2.0  # an engine may still compute blocks that were sent a shorter time ago
 _MOST_STEPS = 8
 _STRIKES = 3  # contradicting answers in a row that show that the engine cleared its cache

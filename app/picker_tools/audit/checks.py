@@ -70,8 +70,8 @@ class Capacity(Check):
     """Checks G1 whenever a request takes stock or an endpoint. No other event raises these counts, so the
     check covers all times.
 
-    A limit that the fleet has found counts from its `tuned` entry on. Requests that already run may exceed
-    such a limit, but while they do, no request may be admitted.
+    A limit that the fleet has found counts from its `tuned` entry on. Running requests may exceed a newly
+    found limit, but while they do, no request may be admitted.
 
     Requests that are restored, that Envoy moved to a fallback, or that return to the queue are counted, too.
     No limit is checked for these four kinds of requests, since they were admitted before.
