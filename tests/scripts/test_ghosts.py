@@ -93,7 +93,7 @@ async def test_a_reclaimed_request_whose_answer_goes_on_is_restored(fleet: OpenF
         assert await renewed() == {"r"}
 
 
-async def test_no_request_is_reclaimed_because_of_one_newer_than_both_pages(
+async def test_no_request_is_reclaimed_because_of_a_request_newer_than_both_pages(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=10) as (it, a):

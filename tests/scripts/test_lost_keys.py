@@ -162,7 +162,7 @@ class Load:
 @pytest.mark.parametrize(
     "names", [*((name,) for name in sorted(FOUND)), HINTS], ids=[*sorted(FOUND), "hints"]
 )
-async def test_service_and_counts_recover_after_the_loss_of_a_key(
+async def test_a_pools_service_and_counts_recover_after_redis_loses_a_key(
     fleet: OpenFleet, names: tuple[str, ...], splitting: None
 ) -> None:
     opened = fleet("a", "b", endpoints=STAGES, listening=True, joined=CONFIG, checked=False)

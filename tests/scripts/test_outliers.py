@@ -203,7 +203,7 @@ def test_a_full_endpoint_gets_a_request_for_each_that_ends_until_its_hold_is_ove
     assert it.admit("waits", flow="w")[0] == "queued"
 
 
-def test_a_report_without_a_flow_counts_only_where_the_request_is_placed(it: FailingPool) -> None:
+def test_a_fault_report_without_a_flow_counts_only_for_the_requests_endpoint(it: FailingPool) -> None:
     runs = it.place(E1, E2)
     for why in ("full", "500", "connect"):
         assert it.fault(runs, E2, why, 60_000) == "unknown"

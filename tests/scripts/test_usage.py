@@ -30,7 +30,7 @@ async def exported(a: Replica) -> list[dict[str, Any]]:
     return [row.fields() for part in parts for row in part]
 
 
-async def test_a_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet: OpenFleet) -> None:
+async def test_a_usage_batch_whose_reply_was_lost_is_sent_again_and_counts_once(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, a, b):
         await a.beat()
         await b.beat()

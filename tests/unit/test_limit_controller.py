@@ -204,7 +204,7 @@ def test_endpoints_without_pages_grow_by_one_request_after_they_have_refused_req
     assert limits[60:].count(7) <= 5
 
 
-def test_an_engine_that_refused_all_requests_for_a_while_runs_as_many_again_soon() -> None:
+def test_an_engine_that_refused_all_requests_for_a_while_soon_runs_as_many_as_before() -> None:
     controller = LimitController(least=1, most=1000, initial=100)
     engine, refusals = Engine(100), 0
     for now_s in range(30):

@@ -53,7 +53,7 @@ _ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped sla
 _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # maximum segments of a JPEG to skip before the segment with the image's size
 _SIZE_SEGMENTS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # JPEG's SOF markers (ITU-T T.81, B.1)
-_LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # the pages of a PDF (ISO 32000-1, F.2)
+_LINEARIZED = re.compile(rb"/Linearized[^>]{0,256}/N (\d{1,4})\b")  # a PDF's page count (ISO 32000-1, F.2)
 # The bit rate, in kbit/s, of an MP3 frame, by the index in its header (ISO 11172-3 and 13818-3).
 _MPEG_1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
 _MPEG_2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)

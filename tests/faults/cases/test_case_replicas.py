@@ -102,7 +102,7 @@ async def test_a_rolling_restart_with_another_library_fails_no_request(
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def test_envoy_refuses_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
+async def test_envoy_refuses_requests_while_no_replica_runs(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: deny`")
     # With the option `--no-restart` the supervisor does not restart killed replicas.
     here = faulty("--no-restart", *OPTIONS, config=config())
@@ -112,7 +112,7 @@ async def test_envoy_refuses_requests_without_replicas(faulty: Callable[..., Any
 
 
 @pytest.mark.short_form("http")
-async def test_envoy_balances_requests_without_replicas(faulty: Callable[..., Any], case: Case) -> None:
+async def test_envoy_balances_requests_while_no_replica_runs(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
     # Envoy may route without pickers, and the supervisor does not restart killed pickers.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
