@@ -33,7 +33,7 @@ CONFIG = {
 }
 pytestmark = [
     pytest.mark.timeout(300),  # in seconds; fleet, browser and load share the machine
-    pytest.mark.asyncio(loop_scope="module"),  # the browser's event loop
+    pytest.mark.asyncio(loop_scope="module"),  # tests use the browser's event loop
 ]
 FLOWS = (
     ("one", "gold", "llama"),

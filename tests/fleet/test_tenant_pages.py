@@ -18,7 +18,7 @@ NODES = [
     {"path": "umbra"},
     *({"path": f"umbra/{number}"} for number in range(60)),
 ]
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's event loop
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # tests use the browser's event loop
 LEAVES = ("acme/search/k1", "acme/chat/k2", "umbra/k3")
 
 

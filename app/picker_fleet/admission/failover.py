@@ -79,7 +79,7 @@ class FailoverState(enum.Enum):
     | LOCAL     | REDIS_ANSWERS | RESYNCING | this replica, then its peers, report ends to Redis; afterwards |
     |           |               |           | this replica reports its running requests                      |
     | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's share                  |
-    | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
+    | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the `Outage` ends      |
 
     In LOCAL, a request is admitted if the budget covers its cost. In RESYNCING, an admission needs both the
     budget and Redis. The replica reports the ends of requests to Redis in RESYNCING and again on the way to

@@ -208,7 +208,7 @@ def _read_object(text: bytes, can_split: bool = False) -> Ask:
     """Parse a body that is a JSON object; `can_split` is copied from the `Way`.
 
     Raises:
-        BadRequest: the body is empty, no JSON object, or repeats a key that counts; or its model is unusable.
+        BadRequest: the body is empty, no JSON object, or repeats a key that counts; or the model is unusable.
     """
     short = text if len(text) <= SMALL_BYTES else without_long_strings(text)
     members = _simple_members(short)

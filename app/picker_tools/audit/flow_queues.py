@@ -105,7 +105,7 @@ class FlowQueue:
 
     `largest` is the share of the flow's largest request, waiting or served. The log entry `tag_entry`
     last set the tag, which may be higher by `slack`. `service` is None unless the flow is backlogged. `level`
-    is the order of an inner node's children. The check of G2 sets all fields from `tag` to `level`.
+    is the order of an inner node's children. The check of G2 sets the fields from `tag` to `level`.
 
     The flow queues of a band are the leaves of a tree. Each inner node has a FlowQueue, too: its `waiting`
     counts the requests of all flows below, its `ordered` the children that take turns. `parent` is None for
