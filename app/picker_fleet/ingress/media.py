@@ -48,7 +48,7 @@ _ENDS_BYTES = 256  # search this many bytes at each end of a file's JSON text fo
 
 # Matches the start of a file in base64: PNG, JPEG, GIF, RIFF (WebP, WAV), MP3 with and without tags, PDF.
 _BASE64 = re.compile(rb'[",](?=iVBORw0KGg|\\?/9j\\?/|R0lGOD|UklGR|SUQz|\\?/\\?/[I-Po-v]|JVBERi)')
-_ENCODED = re.compile(rb"[A-Za-z0-9+/\\]{64}")  # a longer word is base64, not text
+_ENCODED = re.compile(rb"[A-Za-z0-9+/\\]{64}")  # a word of 64 letters is base64
 _ESCAPED_BYTES = 65_536  # maximum bytes to read of base64 text with escaped slashes
 _HEAD_BYTES = 48
 _MOST_SEGMENTS = 32  # maximum segments of a JPEG to skip before the segment with the image's size

@@ -70,7 +70,7 @@ class Forecasts:
 
     def placed(self, request: InferenceRequest, state: EndpointState, matches: Mapping[str, int]) -> MetLoads:
         """Count the prompt of `request`, which was placed on the endpoint in `state`. Returns the endpoint's
-        load for this request, or no load if the answer is not streamed and thus shows no time per token."""
+        load for this request, or no load if the answer is not streamed and thus shows no times."""
         load, _ = self._place(request.model, request, state, matches)
         return MetLoads(load) if request.stream else MetLoads()
 
