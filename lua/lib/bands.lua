@@ -9,9 +9,8 @@
 --
 -- The field `waiting_bytes`, written with the counters, has the total size of each band's waiting request bodies. If
 -- the field is lost, the sizes restart at 0 in a new epoch. When a request leaves the queue, its body's size is
--- subtracted only if it was added in the current epoch.
--- Uses keys from lib/storage.lua, names from the schema. Defines `bands`, the tables by band number below, and the
--- table `pool`, which lib/pool.lua fills.
+-- subtracted only if it was added in the current epoch. This file uses keys from lib/storage.lua, names from the
+-- schema. This file defines `bands`, the tables by band number below, and the table `pool`, which lib/pool.lua fills.
 
 local pool = {} -- the counters of the pool, which lib/pool.lua reads and writes
 -- Tables by band number: names of the band's counters (formatting a name costs as much as a Redis command), then the

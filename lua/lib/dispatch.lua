@@ -1,7 +1,7 @@
 -- include: ends usage
--- Begins and ends every script call: runs due timers, dispatches requests, commits the writes. Also places requests. If
--- a call fails before it starts to commit, `run` undoes its writes.
--- Uses the queue from lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. Defines
+-- Begins and ends every script call: runs due timers, dispatches requests, commits the writes. This file also places
+-- requests. If a call fails before it starts to commit, `run` undoes its writes. This file uses the queue from
+-- lib/flows.lua, the choice of an endpoint from lib/endpoints.lua, ends from lib/ends.lua. This file defines
 -- `place_request`, `place_granted`, `run_timers`, `finish_call`, `for_each_item`, `column` and `run`.
 
 -- Choose and reserve an endpoint for request r in one step, so that two replicas never both take the same idle endpoint

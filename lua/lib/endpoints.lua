@@ -8,8 +8,8 @@
 -- limits of endpoints that are full or on trial (lib/marks.lua). An endpoint that the table lacks has the limit
 -- `default_cap`, if set. Limits that the fleet finds in tokens are `settings.token_caps`, of the stage decode only;
 -- then the hash `limits` has each endpoint's tokens in flight, that is, the stock that its requests have taken. An
--- endpoint below its limit accepts one more request, even one that exceeds the limit. Uses reads and writes from
--- lib/storage.lua, settings from lib/pool.lua. Defines `endpoints` and `prefill`.
+-- endpoint below its limit accepts one more request, even one that exceeds the limit. This file uses reads and writes
+-- from lib/storage.lua, settings from lib/pool.lua. This file defines `endpoints` and `prefill`.
 
 -- A stage: `set` is the name of the sorted set with its loads; `caps_name` and `default_cap_name` are the settings with
 -- its limits. `is_decode`: the limits may be in tokens. `described`: the function of a stage to share.

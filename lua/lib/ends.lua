@@ -1,8 +1,7 @@
 -- include: flows marks tombstones
 -- End requests: release the stock, endpoint and lease of each request exactly once. Restore requests: acquire stock,
--- endpoint and lease again.
--- Uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from lib/registry.lua, `tombstones`. Defines
--- `stages` and the functions below.
+-- endpoint and lease again. This file uses the queue from lib/flows.lua, loads from lib/endpoints.lua, records from
+-- lib/registry.lua, `tombstones`. This file defines `stages` and the functions below.
 
 -- Prefills of split requests. While a placed request's prefill runs, `r.prefillers` has its prefill endpoint and
 -- fallbacks; else ''. The key `prefills` has the reservations (endpoint and request id), scored by the ends of their

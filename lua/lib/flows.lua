@@ -1,9 +1,9 @@
 -- include: endpoints order throttle quotas
 -- The queue, which lib/dispatch.lua serves, consists of bands; each band has flow queues ordered by start tag; each
 -- flow queue has requests in the order of lib/order.lua. With tenants, a band is a tree whose leaves are the flow
--- queues. Also chooses preemption candidates. Uses fronts from lib/fronts.lua, bands from lib/bands.lua, records and
--- timers from lib/registry.lua, `endpoints`, `order`, `throttle`, `tenants` and `quotas`. Defines `preemption` and
--- `queue`.
+-- queues. This file also chooses preemption candidates. This file uses fronts from lib/fronts.lua, bands from
+-- lib/bands.lua, records and timers from lib/registry.lua, `endpoints`, `order`, `throttle`, `tenants` and `quotas`.
+-- This file defines `preemption` and `queue`.
 
 -- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
 -- the time of their last preemption. While pool.pressed is 1, the key `preempted` keeps the last preemption times of

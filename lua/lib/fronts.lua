@@ -3,8 +3,7 @@
 -- requests, or heads of lines, of a flow queue; the requests of a line. A front holds members of one set from index
 -- `at` on; the field `whole` says whether the set has no other members. In a front without scores, members before `at`
 -- were removed. In a front with scores, the table `scores` has the new score of each changed member, or false if the
--- member was removed.
--- Uses reads and writes from lib/storage.lua. Defines `read_ahead`.
+-- member was removed. This file uses reads and writes from lib/storage.lua. This file defines `read_ahead`.
 
 do -- a block of its own: Lua allows 200 local variables in a chunk
   local expected = 1 -- number of requests that this call may serve

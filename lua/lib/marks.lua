@@ -1,8 +1,8 @@
 -- include: endpoints
 -- Marks of endpoints. Decides which endpoints take new requests: those that are published, not draining, and without
--- the marks `drained` (by an operator), `down` and `ejected` (lib/outliers.lua).
--- Also computes the limits of failing or full endpoints, and the bounds of the stock.
--- Uses loads and outlier entries from lib/endpoints.lua, counters from lib/pool.lua. Defines `marks`.
+-- the marks `drained` (by an operator), `down` and `ejected` (lib/outliers.lua). This file also computes the limits of
+-- failing or full endpoints, and the bounds of the stock. This file uses loads and outlier entries from
+-- lib/endpoints.lua, counters from lib/pool.lua. This file defines `marks`.
 
 local marks = {}
 do

@@ -1,8 +1,8 @@
 -- include: fronts registry
 -- The order of requests within a flow queue. The sorted set queue:B:L holds all requests of flow queue L in band B:
 -- under the ordering `edf` by deadline minus predicted service time, else by arrival. Under the ordering
--- `workload-aware` the index described below decides.
--- Uses fronts from lib/fronts.lua, records and rates from lib/registry.lua. Defines `order`.
+-- `workload-aware` the index described below decides. This file uses fronts from lib/fronts.lua, records and rates from
+-- lib/registry.lua. This file defines `order`.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). The requests of a workload in a

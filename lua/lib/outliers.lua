@@ -1,8 +1,8 @@
 -- include: dispatch
 -- Outlier ejection: for some time the whole fleet sends no new request to a failing endpoint. A full endpoint, which
--- answers 429, or 503 while it works on other requests, is limited for some time to its requests in flight.
--- Uses loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. Defines
--- `outliers` for the functions that report failures and answers, and for the sweep.
+-- answers 429, or 503 while it works on other requests, is limited for some time to its requests in flight. This file
+-- uses loads from lib/endpoints.lua, marks and limits from lib/marks.lua, records from lib/registry.lua. This file
+-- defines `outliers` for the functions that report failures and answers, and for the sweep.
 --
 -- An entry of the hash `outliers` is JSON for one endpoint. by: {id, flow} of each failure since the endpoint's last
 -- answer, oldest first, flow '' if the request also failed on another endpoint; elsewhere: 1 once another endpoint has
