@@ -18,8 +18,8 @@
 -- Returns {epoch, notifications, attempts, served, was_known (0: the replica was silent, is new, or its info was lost),
 --   leader (1: it publishes), live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks),
 --   tuned version, stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the variant
---   key}; numbers that may have fractions are strings. Like every function, it fails with 'FORMAT N' (N: 'none' without
---   a number) on a pool of another format, and changes nothing.
+--   key}; numbers that may have fractions are strings. Like every function, it changes nothing in a
+--   pool of another format and fails with 'FORMAT N' (N: the pool's format, 'none' if it has none).
 
 -- The most notifications in the reply to one heartbeat; the replies to the replica's next heartbeats carry the rest.
 local INBOX_LIMIT = 256

@@ -423,7 +423,8 @@ do -- a block of its own: Lua allows 200 local variables in a chunk
     else
       add(found, lists.running, change, 1)
     end
-    -- The nodes may be throttled because of the ended request: their next request may need less balance.
+    -- The ended request may be why its tenant's nodes are throttled. Their next request may need a smaller balance, so
+    -- let the nodes try again.
     local uncharged = record.is_waiting(r) and pool.queued > 0 and lists.uncharged or {}
     for i = 1, #uncharged do quotas.ease(found[uncharged[i]].node) end
     r.tenancy, seen = 0, nil

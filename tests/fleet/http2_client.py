@@ -39,7 +39,7 @@ class Upload:
         await self._flush()
 
     async def send_open(self, body: bytes, fields: Fields = ()) -> None:
-        """Send headers and all of `body`, but do not end the stream. Stop if the stream ends meanwhile."""
+        """Send headers and all of `body`, but do not end the stream. Stop if the server ends the stream."""
         self._h2.send_headers(1, [*_HEAD, *fields])
         await self._flush()
         at = 0

@@ -54,7 +54,7 @@ async def test_the_oldest_requests_are_reclaimed_if_two_metrics_pages_count_fewe
         for age, name in enumerate(reversed(names[:4])):
             await seen(it, name, ago_s=10 + age)  # request r0 is the oldest
 
-        # No request is reclaimed if only one page is newer than the leases, or if the older page counts all.
+        # One metrics page after the last lease, or an older page that counts all, reclaims no request.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))

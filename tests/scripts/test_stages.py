@@ -126,7 +126,7 @@ def test_an_endpoint_that_only_encodes_gets_no_request_and_adds_nothing_to_the_b
     encoder = describe(Endpoint("e:1", encodes=True, decodes=False))
     staged.stages({"d:1": DECODE, "p:1": PREFILL, "e:1": encoder}, upper_per=2)
     assert staged.split("r1", candidates="e:1=1,d:1=0.1", prefill="e:1=1,p:1=0.1") == ("d:1", "p:1")
-    for on in (1, 0):  # setting and removing a mark must not make the endpoint decode
+    for on in (1, 0):  # the mark `down` must not make an encoder a decoder
         staged.call("mark_endpoint", "a", "e:1", "down", on)
         assert staged.call("state", 60_000)[6] == 1
     assert staged.split("r2") == ("d:1", "p:1")

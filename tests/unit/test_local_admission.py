@@ -163,7 +163,7 @@ def test_the_outage_journal_has_all_running_and_all_ended_requests() -> None:
     assert ended_in(ledger) == ["over", "over-too"]
 
 
-def test_the_ledger_keeps_old_requests_that_are_owned_or_unconfirmed_or_of_an_outage() -> None:
+def test_the_ledger_keeps_an_old_request_with_a_stream_or_an_unconfirmed_end_or_placed_in_an_outage() -> None:
     now_s = 0.0
     ledger = Ledger(lambda: now_s, keep_s=10.0)
     token = accounting_token.write(ask(), E1)

@@ -225,7 +225,7 @@ def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def _path_of(key: str) -> _Path:
-    """The path of a live change's key; names may have dots."""
+    """The parts of the dotted key of a live change; a name in the key may have dots and stays whole."""
     whole = _whole(key)
     if whole == key:
         return tuple(key.split("."))

@@ -364,7 +364,7 @@ class Replay:
         self._in_use -= request.stock_taken or 0.0
 
     def _stock_taken_by(self, entry: Entry) -> float:
-        """The stock that the request in `entry` takes."""
+        """How much of the pool's stock, the requests or tokens in flight, the request in `entry` takes."""
         rules = self.rules or Rules()
         if not rules.queues:
             return 0.0
