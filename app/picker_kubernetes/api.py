@@ -24,7 +24,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError as CredentialsFault
 
-from picker_fleet.domain.errors import StartupError
+from picker_fleet.domain.errors import MALFORMED, StartupError
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,6 @@ class KubernetesFault(Exception):
 
 CONFLICT: Final = 409
 _DEEPEST = 12_000  # the JSON reader of API servers nests at most 10 000 objects
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _EXPIRED, _TOO_NEW = 410, 504  # the server no longer has the resource version, or does not have it yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
@@ -347,7 +346,7 @@ class Reflector(Generic[Kind]):
         try:
             with _deeply():
                 found = msgspec.json.decode(body, type=_List)
-        except _MALFORMED as fault:
+        except MALFORMED as fault:
             raise KubernetesFault(0, f"the response is not a list: {_text_of(fault)}") from fault
         items = {}
         for raw in found.items or ():
@@ -391,7 +390,7 @@ class Reflector(Generic[Kind]):
                 if status.metadata is not None:
                     self._version = status.metadata.resource_version or self._version
                 return
-        except _MALFORMED as fault:
+        except MALFORMED as fault:
             raise KubernetesFault(0, f"the line is not a watch event: {_text_of(fault)}") from fault
         metadata, item = self._decoded(event.object)
         self._version = metadata.resource_version or self._version
@@ -410,7 +409,7 @@ class Reflector(Generic[Kind]):
             with _deeply():
                 metadata = msgspec.json.decode(raw, type=_Versioned).metadata
                 return metadata, self._decoder.decode(raw)
-        except _MALFORMED as fault:
+        except MALFORMED as fault:
             _log.warning("skipping one of %s that cannot be decoded: %s", self._collection.what, fault)
             return metadata, None
 

@@ -39,9 +39,13 @@
 docs/errors.md lists statuses and reasons; spec 003 defines the queue's errors.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+import msgspec
 
 _INVALID, _OVERLOADED = "invalid_request_error", "overloaded_error"  # kinds
+
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for bad JSON
 
 
 class PickerError(Exception):

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.errors import MALFORMED, StateUnavailable
 from picker_fleet.endpoints.readings import (
     BadReading,
     EndpointMetrics,
@@ -70,7 +70,7 @@ def decode_message(text: bytes | str, received_ms: int) -> Message:
     """
     try:
         message = msgspec.json.decode(text, type=_Wire)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+    except MALFORMED as fault:
         raise BadReading(f"not a message: {fault}") from None
     read: dict[str, EndpointMetrics] = {}
     faults: list[str] = []

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from picker_fleet.domain.errors import PickerError
+from picker_fleet.domain.errors import MALFORMED, PickerError
 
 NONE: frozenset[str] = frozenset()
 ASLEEP: Final = "asleep"  # the value of `unready` while the engine sleeps
@@ -121,7 +121,7 @@ def decode_reading(text: bytes | str | msgspec.Raw, shift_ms: int) -> EndpointMe
         return _shifted(msgspec.json.decode(text, type=EndpointMetrics), shift_ms)
     except msgspec.ValidationError as fault:
         raise BadReading(f"not a reading: {fault}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+    except MALFORMED as fault:
         raise BadReading(f"a reading is no JSON: {fault}") from None
 
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from picker_fleet.background import keep
 from picker_fleet.domain.engines import ENGINES, Engine
-from picker_fleet.domain.errors import StateUnavailable
+from picker_fleet.domain.errors import MALFORMED, StateUnavailable
 from picker_fleet.domain.request import Endpoint
 from picker_fleet.domain.scraping import Scraping
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
@@ -348,7 +348,7 @@ class Scraper:
                         if len(body) > _MOST_ASIDE_BYTES:
                             return None
             return msgspec.json.decode(body, type=kind) if answer.status == 200 else None
-        except (TimeoutError, FetchError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except (TimeoutError, FetchError, *MALFORMED):
             return None
 
     async def _ask(

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from picker_fleet.domain.errors import BadRequest
+from picker_fleet.domain.errors import MALFORMED, BadRequest
 from picker_fleet.domain.units import MAX_NAME_BYTES
 from picker_fleet.ingress import cost, media
 from picker_fleet.ingress.bodies import OtherBody
@@ -209,12 +209,12 @@ def prompt_prefix(target_model: str, read: "Body | OtherBody | bytes") -> tuple[
     """The hashes of the prompt's blocks; no hashes for invalid JSON, which the model server refuses."""
     try:
         members = _prompt_decoder.decode(read) if isinstance(read, bytes) else read.values
-    except media.MALFORMED:
+    except MALFORMED:
         try:
             members = _prompt_decoder.decode(
                 without_half_pairs(read if isinstance(read, bytes) else read.text)
             )
-        except media.MALFORMED:
+        except MALFORMED:
             return ()
     salt = bytes(memoryview(members["cache_salt"])[:_SALT_BYTES]) if "cache_salt" in members else b""
     return block_hashes(target_model, prompt_bytes(members), salt=salt)

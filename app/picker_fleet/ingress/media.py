@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 import msgspec
 import orjson
 
+from picker_fleet.domain.errors import MALFORMED
 from picker_fleet.scheduling.forecasts import BYTES_A_TOKEN
 
-MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # msgspec's errors for bad JSON
 _CHATS = ("messages", "input", "contents", "images", "image_data")  # members that are searched for media
 # Members of other APIs that may have media: they are searched only if media may fill the body.
 _OTHERS = frozenset((

@@ -291,9 +291,11 @@ class BatchingClient:
         """Add one item to the next batch of script `name`; the returned future gets the item's reply,
         converted by `parse`. An `urgent` end is not delayed to share a message with an admission.
 
-        The future raises:StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
-            WritesRefused: for now, Redis refuses writes. OtherFormat: the pool has another format.
-            ScriptFailed: the answer to this item is an error.
+        Raises (in the future):
+            StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
+            WritesRefused: Redis accepts no writes for now.
+            OtherFormat: the pool has another format.
+            ScriptFailed: Redis answered this item with an error.
         """
         answer: asyncio.Future[Any] = self._loop.create_future()
         if durable and self._pending.count(name) >= MAX_DURABLE:

@@ -158,9 +158,8 @@ class Starvation(Check):
             self._finding.checked += 1
         if by_guard:
             self._check_choice(entry, first, share)
-        # The share before the log's first dispatch is unknown: assume nothing against the queue.
-        least, most = (0.0, 1.0) if self._share_before is None else (self._share_before,) * 2
-        self._excess += by_guard - most
+        before = self._share_before  # unknown at the log's first dispatch
+        self._excess += by_guard - (share if before is None else before)
         if self._excess > 1 + _ROUNDING:
             self._finding.add(f"the guard had more than its share of {share:g}", entry)
             self._excess = 0.0
@@ -168,7 +167,7 @@ class Starvation(Check):
         if first is None or share == 0:
             self._run_start = None
             return
-        self._credit += least
+        self._credit += before or 0.0
         if self._run_start is None:
             self._run_start, self._shortfall, self._least_shortfall = entry, 0.0, 0.0
         self._shortfall += share - by_guard

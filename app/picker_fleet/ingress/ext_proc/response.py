@@ -15,11 +15,12 @@ import msgspec
 import orjson
 
 from picker_fleet.domain.allowlist import SERVED
+from picker_fleet.domain.errors import MALFORMED
 from picker_fleet.domain.request import Completion, Outcome, fault_of, hold_of
 from picker_fleet.ingress import quota_headers
 from picker_fleet.ingress.context import PRESSURE, Decision, ExchangeContext
 from picker_fleet.ingress.ext_proc import codec
-from picker_fleet.ingress.media import MALFORMED, only
+from picker_fleet.ingress.media import only
 from picker_fleet.scheduling.sessions import SESSION_HEADER
 
 _STATUS = ":status"
